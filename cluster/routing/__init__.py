@@ -1,9 +1,10 @@
-"""Decisions of a router: the ledger of each session, and its target and drafter, including replacements after failures.
+"""Router logic: session ledgers, and assignment of targets and drafters, including replacement after failures.
 
-Input: new requests, the pools' members, and the messages of targets and drafters. Output: Open and Close messages, and
-events for clients (`CommittedTokens`, `Ended`, `Failed`). Only tokens that the ledger has committed reach a client.
+Inputs are new requests, pool members, and messages from targets and drafters. Outputs are Open and Close messages, and
+client events (`CommittedTokens`, `Ended`, `Failed`). Clients receive only tokens committed to the ledger.
 
-Start with `ledger`, the ledger of one request. `session_router` places all sessions of a router: it ranks targets by
-load and cached prefixes, and drafters by load and locality. `drafter_health` handles drafters that are silent or became
-bad. `membership` is a snapshot of the pools; `ray_membership` is the one file here that imports Ray.
+Start with `ledger`, the state machine of one request. `session_router` assigns the sessions of a router: it ranks
+targets by load and cached prefixes, and drafters by load and locality. `drafter_health` handles silent and bad
+drafters. `membership` defines a snapshot of the pools. `ray_membership` reads it from Ray Serve, and is the only module
+here that imports Ray.
 """

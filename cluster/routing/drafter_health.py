@@ -1,7 +1,7 @@
-"""Drafters that miss blocks or whose blocks became bad: targets' reports, recovery steps, counts and logs.
+"""Drafter health: handles targets' reports of missed blocks and collapsed acceptance, with counts and logs.
 
-The target detects bad blocks per session and has the drafter open the session again (`Verdict.collapse`). If that does
-not help, the session moves to another drafter, once. After that, or without another drafter, the session continues
+The target detects a collapse of acceptance per session, and has the drafter reopen the session (`Verdict.collapse`). If
+that fails, the session moves once to another drafter. After that, or without another drafter, the session continues
 without speculation.
 """
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class RecoveryStep(Enum):
-    """Recovery steps, in order. The last one concerns a drafter, the others one of its sessions."""
+    """Recovery steps, in order of escalation. GIVEN_UP applies to a drafter, the others to a session."""
 
     RESYNCED = "resynced"
     REPLACED = "replaced"
@@ -28,15 +28,15 @@ class RecoveryStep(Enum):
 
 
 STEP_MEANING = {
-    RecoveryStep.RESYNCED: "it opens the session again",
-    RecoveryStep.REPLACED: "another drafter takes the session",
+    RecoveryStep.RESYNCED: "the drafter reopens the session",
+    RecoveryStep.REPLACED: "the session moves to another drafter",
     RecoveryStep.NON_SPECULATIVE: "the session continues without speculation",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """A target's report that a drafter's blocks for a session became bad."""
+    """A target's report of collapsed acceptance in a session."""
 
     session: str
     drafter: str
@@ -44,20 +44,20 @@ class Complaint:
 
 
 def next_remedy(collapse: Collapse, was_replaced: bool, has_other: bool) -> RecoveryStep:
-    """Returns the next step for a session; `has_other`: whether another drafter accepts sessions."""
+    """Returns the next recovery step of a session; `has_other` is True if another drafter accepts sessions."""
     if not collapse.is_resynced:
         return RecoveryStep.RESYNCED
     return RecoveryStep.REPLACED if has_other and not was_replaced else RecoveryStep.NON_SPECULATIVE
 
 
 class RecoveryLog:
-    """Counts and logs recovery steps by drafter address."""
+    """Counts and logs recovery steps by drafter."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, RecoveryStep]] = Counter()
 
     def record(self, complaint: Complaint, remedy: RecoveryStep) -> None:
-        """Records a step for one session."""
+        """Records a recovery step of one session."""
         self.counts[complaint.drafter, remedy] += 1
         collapse = complaint.collapse
         log.warning(
@@ -70,35 +70,35 @@ class RecoveryLog:
         )
 
     def by_step(self) -> dict[tuple[str, str], int]:
-        """Returns the counts by drafter and step name."""
+        """Returns the counts by (drafter, step name)."""
         return {(drafter, step.value): count for (drafter, step), count in self.counts.items()}
 
     def given_up(self, drafter: str) -> None:
-        """Records that a drafter is given up because its blocks became bad in several sessions."""
+        """Records that a drafter is given up after collapses in several sessions."""
         self.counts[drafter, RecoveryStep.GIVEN_UP] += 1
-        log.warning("drafter %s: blocks became bad in several sessions; it gets no new sessions for a while", drafter)
+        log.warning("drafter %s: acceptance collapsed in several sessions; paused for new ones", drafter)
 
 
-GOOD_SESSION_TOKENS = 8  # accepted draft tokens from which a session counts as drafted well
+GOOD_SESSION_TOKENS = 8  # minimum accepted draft tokens of a good session
 
 
 class DrafterWatch:
-    """Watches all drafters of a router. Recording a verdict is cheap, because it is on the path of every round."""
+    """Watches all drafters of a router. `on_verdict` is cheap, because it runs in every round."""
 
     def __init__(self, breakers: CircuitBreakers) -> None:
-        self.given_up: Counter[str] = Counter()  # times that a drafter was given up as silent
+        self.given_up: Counter[str] = Counter()  # number of times that each drafter was given up as silent
         self._breakers = breakers
-        self._answered: dict[str, Session] = {}  # sessions whose drafters were asked for blocks since the last tick
-        self._complaints: list[Complaint] = []  # complaints from targets since the last tick
-        self._complained_of: dict[str, str] = {}  # by session: the latest drafter whose blocks became bad
+        self._answered: dict[str, Session] = {}  # sessions with answers since the latest tick
+        self._complaints: list[Complaint] = []  # complaints since the latest tick
+        self._complained_of: dict[str, str] = {}  # latest drafter with a complaint, by session
 
     @property
     def has_news(self) -> bool:
-        """True if there are answers or complaints to process."""
+        """True if there are unprocessed answers or complaints."""
         return bool(self._answered or self._complaints)
 
     def on_verdict(self, session: Session, verdict: Verdict) -> None:
-        """Records a target's verdict for a session."""
+        """Records a verdict."""
         if verdict.answer is not DraftAnswer.NOT_ASKED:
             self._answered[verdict.session] = session
         if verdict.collapse is not None and verdict.attempt == session.attempt and session.drafter is not None:
@@ -106,7 +106,7 @@ class DrafterWatch:
             self._complaints.append(Complaint(verdict.session, session.drafter, verdict.collapse))
 
     def ended(self, session: Session, drafter: str) -> None:
-        """Records that a session ended normally with `drafter` as its last drafter."""
+        """Records the normal end of a session; `drafter` is its last drafter."""
         complained_of = self._complained_of.get(session.generation.session)
         if drafter != complained_of and session.counts.accepted >= GOOD_SESSION_TOKENS:
             self._breakers.ended_well(drafter)
@@ -116,13 +116,13 @@ class DrafterWatch:
         self._complained_of.pop(session, None)
 
     def take_complaints(self) -> list[Complaint]:
-        """Returns the complaints since the previous call."""
+        """Returns and clears the complaints."""
         complaints = self._complaints
         self._complaints = []
         return complaints
 
     def silent(self, now: float) -> Iterator[str]:
-        """Yields the drafters that are given up now; move each one's sessions before taking the next."""
+        """Yields drafters that are now given up as silent. Move each drafter's sessions before requesting the next."""
         answered = list(self._answered.items())
         self._answered = {}
         for name, session in answered:

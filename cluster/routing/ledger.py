@@ -1,13 +1,13 @@
-"""The ledger of one request: its committed tokens, its target and drafter, and what to do when they fail.
+"""Ledger of one session: committed tokens, target and drafter, and recovery when these fail.
 
-Events in, commands out; nothing here waits, sends or reads a clock. It keeps these rules:
+Methods take events and return commands; nothing here waits, sends or reads a clock. The ledger guarantees these rules:
 
-* only a verdict of the current attempt, at exactly the ledger's length and hash, is committed;
-* a committed token is never taken back, and the ledger suffices to open the session anywhere;
-* a lost drafter costs speed; a lost target costs a new attempt, at most twice without progress in between;
-* a target that leaves as planned is no loss: it costs a new attempt too, any number of times.
+* only verdicts of the current attempt, at exactly the ledger's length and hash, are committed;
+* committed tokens are never revoked, and the ledger suffices to open the session on any replica;
+* a lost drafter only reduces speed; a lost target starts a new attempt, at most twice without progress in between;
+* a planned shutdown of a target also starts a new attempt, but never counts as a loss.
 
-It does not depend on text, streams, or how peers are chosen.
+It is independent of text, streams, and the choice of peers.
 """
 
 from collections.abc import Sequence
@@ -38,15 +38,15 @@ from protos.messages import (
 )
 from protos.prefix import Prefix
 
-MAX_REOPENS = 2  # a request that crashes targets must not crash them all
-# Tokens between two losses that show that the request did not cause the earlier one. A request that causes failures by
-# the content of a step or by its length fails again within a few tokens.
+MAX_REOPENS = 2  # a request that crashes targets must not crash all of them
+# Number of tokens after a loss that clears the request of having caused it. A request that crashes a target by its
+# content or length does so again within a few tokens.
 PROGRESS_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Parameters of one session's generation, with all defaults resolved."""
+    """Generation parameters of a session, with all defaults resolved."""
 
     session: str
     prompt: tuple[int, ...]
@@ -54,22 +54,22 @@ class Generation:
     stop_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
-    draft_seed: int  # independent of `seed`; sent to drafters under rejection sampling
+    draft_seed: int  # independent of `seed`; for drafters under rejection sampling
     choice: int
     hash_key: int
     acceptance: Acceptance
     draft_tokens: int
-    traceparent: str = ""  # W3C trace context of the session's parent span; empty: not traced
+    traceparent: str = ""  # W3C trace context of the parent span; empty: not traced
     grammar: str = ""  # as in `Open`
     rules: TokenRules = NO_RULES
     scoring: Scoring = NO_SCORING
     priority: int = 0
     cache_salt: str = ""
-    wants_rejected: bool = False  # whether `CommittedTokens` contains rejected draft tokens
-    learn_from: Source | None = None  # origin of the example that the session becomes; None: it becomes none
+    wants_rejected: bool = False  # include rejected draft tokens in `CommittedTokens`
+    learn_from: Source | None = None  # source of the training example; None: the session becomes no example
 
     def open_with(self, tokens: Sequence[int], attempt: int) -> Open:
-        """Returns the Open that continues after `tokens`, with only the parameters that the text depends on."""
+        """Returns an Open that continues after `tokens`, with only the parameters that affect the output."""
         return Open(
             session=self.session,
             attempt=attempt,
@@ -90,7 +90,7 @@ class Generation:
 
 @value
 class ToTarget:
-    """A command to send a message to the target at `address`."""
+    """Command to send a message to the target at `address`."""
 
     address: str
     message: Open | Close
@@ -98,7 +98,7 @@ class ToTarget:
 
 @value
 class ToDrafter:
-    """A command to send a message to the drafter at `address`."""
+    """Command to send a message to the drafter at `address`."""
 
     address: str
     message: Open | Close
@@ -106,14 +106,14 @@ class ToDrafter:
 
 @value
 class CommittedTokens:
-    """Newly committed tokens for the client; the first `accepted` of them were drafted."""
+    """Newly committed tokens for the client; the first `accepted` of them are draft tokens."""
 
     tokens: tuple[int, ...]
     accepted: int
     drafted: int  # number of tokens in the verified block
-    scores: tuple[TokenScore, ...] = ()  # scores of the tokens, if requested
-    prompt_scores: tuple[TokenScore, ...] = ()  # scores from the prompt's second token on; only with the first tokens
-    cached: int = 0  # number of prompt tokens that the target had cached; only with the first tokens
+    scores: tuple[TokenScore, ...] = ()  # scores of `tokens`, if requested
+    prompt_scores: tuple[TokenScore, ...] = ()  # scores of the prompt from its second token; only with the first tokens
+    cached: int = 0  # number of cached prompt tokens; only with the first tokens
     rejected: tuple[int, ...] = ()  # draft tokens after the accepted ones, if requested
 
 
@@ -132,13 +132,13 @@ class Failed:
 
 
 Event = CommittedTokens | Ended | Failed
-"""Events for the client's stream of the session."""
+"""Events of a session for its client."""
 
 Command = ToTarget | ToDrafter | Event
 
 
 class Phase(Enum):
-    SEEKING = "seeking"  # without a target
+    SEEKING = "seeking"  # waiting for a target
     RUNNING = "running"
     DONE = "done"
 
@@ -147,29 +147,29 @@ class Phase(Enum):
 class Counts:
     """Verification totals of a session."""
 
-    verifies: int = 0  # number of verdicts committed
-    blocks: int = 0  # number of committed verdicts on a block
+    verifies: int = 0  # number of committed verdicts
+    blocks: int = 0  # number of committed verdicts with a block
     drafted: int = 0
     accepted: int = 0
-    void: int = 0  # number of verdicts ignored
+    void: int = 0  # number of ignored verdicts
 
 
 class Session:
-    """The ledger's state machine: methods take events and return commands."""
+    """State machine of a session's ledger."""
 
     def __init__(self, generation: Generation, token_key: bytes = b"") -> None:
-        """Creates a session; without `token_key`, which is secret, any drafter may take part in it."""
+        """Creates a session. `token_key` is a secret key for assignment tokens; without it, any drafter may draft."""
         self.generation = generation
         self._token_key = token_key
-        self._drafters = 0  # number of drafters assigned so far
+        self._drafters = 0  # number of drafter assignments
         self.phase = Phase.SEEKING
         self.attempt = 0
-        self.failures = 0  # targets lost in a row without progress in between
-        self._lost_at = 0  # length of the ledger, in tokens, at the latest loss
+        self.failures = 0  # consecutive lost targets without progress in between
+        self._lost_at = 0  # ledger length at the latest loss, in tokens
         self.target: str | None = None
         self.drafter: str | None = None
-        self.has_drafted = False  # whether this drafter ever had a block in time, or answered that it has none
-        self._answers: list[DraftAnswer] = []  # outcomes of block requests since the latest `take_answers`
+        self.has_drafted = False  # True after the drafter's first answer in time
+        self._answers: list[DraftAnswer] = []  # outcomes of draft requests since `take_answers`
         self.failed_targets: frozenset[str] = frozenset()
         self.drafts = generation.draft_tokens > 0
         self.counts = Counts()
@@ -177,7 +177,7 @@ class Session:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The prompt and all committed tokens."""
+        """Prompt and committed tokens."""
         return self._prefix.tokens
 
     @property
@@ -192,7 +192,7 @@ class Session:
     # ------------------------------------------------------------ assignment
 
     def assign_target(self, address: str) -> list[Command]:
-        """Opens the session on a target under a new attempt, and again on its drafter."""
+        """Opens the session on a target as a new attempt, and reopens it on its drafter."""
         assert self.phase is Phase.SEEKING
         self.phase = Phase.RUNNING
         self.target = address
@@ -200,7 +200,7 @@ class Session:
         return [ToTarget(address, self._open()), *self._open_drafter()]
 
     def assign_drafter(self, address: str) -> list[Command]:
-        """Assigns a drafter and opens the session there."""
+        """Opens the session on a new drafter."""
         assert self.wants_drafter
         self.drafter = address
         self._drafters += 1
@@ -209,14 +209,14 @@ class Session:
         return self._open_drafter()
 
     def leave_drafter(self) -> list[Command]:
-        """Releases a drafter that is alive but does not help; another may be assigned."""
+        """Releases a live drafter; another may then be assigned."""
         assert self.drafter is not None
         left = self.drafter
         self.drafter = None
         return [ToDrafter(left, Close(self.generation.session, self.attempt))]
 
     def leave_target(self) -> list[Command]:
-        """Releases a target that is alive and about to end; another must be assigned."""
+        """Releases a live target that will shut down; another must then be assigned."""
         assert self.phase is Phase.RUNNING
         assert self.target is not None
         left = self.target
@@ -225,7 +225,7 @@ class Session:
         return [ToTarget(left, Close(self.generation.session, self.attempt))]
 
     def take_answers(self) -> list[DraftAnswer]:
-        """Returns the outcomes of block requests to its drafter since the previous call."""
+        """Returns the outcomes of the drafter's requests since the previous call."""
         answers = self._answers
         self._answers = []
         return answers
@@ -243,10 +243,10 @@ class Session:
                 return self.on_target_refusal(peer, message)
             case Refusal():
                 return self.on_drafter_refusal(peer, message)
-        raise AssertionError(f"nobody sends a router a {type(message).__name__}")
+        raise AssertionError(f"a router never receives a {type(message).__name__}")
 
     def on_verdict(self, source: str, verdict: Verdict) -> list[Command]:
-        """Commits a verdict of the current attempt at exactly this length and hash; counts any other as void."""
+        """Commits a verdict if attempt, length and hash match; counts other verdicts as void."""
         current = self.phase is Phase.RUNNING and verdict.attempt == self.attempt and source == self.target
         here = verdict.base_len == self._prefix.length and verdict.prefix_hash == self._prefix.hash
         if not (current and here and verdict.tokens):
@@ -279,7 +279,7 @@ class Session:
         return commands
 
     def on_drafter_resync(self, source: str) -> list[Command]:
-        """Sends the ledger again to a drafter whose tokens differ from the target's."""
+        """Reopens the session on a drafter whose tokens contradict the target's."""
         return self._open_drafter() if source == self.drafter else []
 
     def on_drafter_gone(self, source: str) -> list[Command]:
@@ -289,18 +289,18 @@ class Session:
         return []
 
     def on_drafter_refusal(self, source: str, refusal: Refusal) -> list[Command]:
-        """Leaves a full drafter for another; ends speculation if the drafter finds the request invalid."""
+        """Releases the drafter; ends speculation if the drafter rejected the request as invalid."""
         if source == self.drafter and refusal.reason is RefusalReason.INVALID:
             self.drafts = False
         if source != self.drafter:
             return []
-        return self.leave_drafter()  # the drafter may have accepted a later Open that crossed its refusal
+        return self.leave_drafter()  # the drafter may have accepted a newer Open that crossed its refusal
 
     def on_target_gone(self, source: str, is_planned: bool = False) -> list[Command]:
-        """Seeks another target. A lost target is avoided from now on; too many losses without progress fail the
-        session.
+        """Handles the end of a target's stream. The session avoids a lost target, and fails after too many losses
+        without progress.
 
-        A long request may lose any number of targets to failing machines without being the cause.
+        A long request that makes progress can survive any number of losses.
         """
         if self.phase is not Phase.RUNNING or source != self.target:
             return []
@@ -314,22 +314,22 @@ class Session:
         self._lost_at = here
         if self.failures <= MAX_REOPENS:
             return []
-        lost = TargetLostError(f"{self.failures} target replicas failed one after the other while serving this request")
+        lost = TargetLostError(f"{self.failures} target replicas in a row failed on this request; see their logs")
         return [*self._release(), Failed(lost)]
 
     def on_target_unreadable(self, source: str, attempt: int) -> list[Command]:
-        """Handles a malformed message from the target: the session is closed there, and the target counts as lost."""
+        """Handles a malformed message from the target: closes the session there and counts the target as lost."""
         if self.phase is not Phase.RUNNING or source != self.target or attempt != self.attempt:
             return []
         return [ToTarget(source, Close(self.generation.session, attempt)), *self.on_target_gone(source)]
 
     def on_target_refusal(self, source: str, refusal: Refusal) -> list[Command]:
-        """Leaves a full target for another; any other reason fails the session at once."""
+        """Seeks another target if the target is full; otherwise fails the session."""
         if source != self.target or refusal.attempt != self.attempt:
             return []
         self.target = None
         if refusal.reason is RefusalReason.OVERLOADED:
-            self.phase = Phase.SEEKING  # not a failure: another target, or this one later, accepts the session
+            self.phase = Phase.SEEKING  # not a failure: another target, or the same one later, can accept the session
             return []
         is_nonfinite = refusal.reason is RefusalReason.NONFINITE_LOGITS
         error = NonFiniteLogitsError(refusal.message) if is_nonfinite else RequestError(refusal.message)
@@ -340,7 +340,7 @@ class Session:
         return self._release()
 
     def fail(self, error: SlipstreamError) -> list[Command]:
-        """Fails the session with `error`, unless it is over."""
+        """Fails the session with `error` unless it has ended."""
         return [*self._release(), Failed(error)] if self.phase is not Phase.DONE else []
 
     # ------------------------------------------------------------ helpers
@@ -374,7 +374,7 @@ class Session:
         return [ToDrafter(self.drafter, request)]
 
     def _release(self) -> list[Command]:
-        """Closes the session at both peers; idempotent."""
+        """Closes the session on both peers; idempotent."""
         self.phase = Phase.DONE
         close = Close(self.generation.session, self.attempt)
         commands: list[Command] = []

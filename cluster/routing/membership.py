@@ -1,7 +1,6 @@
-"""The current drafters and target replicas.
+"""Interface to the current members of both pools.
 
-`Membership` returns a snapshot of endpoints and hides how it is kept current. It does not know about connections; the
-caller finds out whether an endpoint answers.
+`Membership` returns a snapshot of endpoints. It does not track connections: a listed endpoint may be unreachable.
 """
 
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A replica's address and location."""
+    """Address and location of a replica."""
 
     replica: str
     address: str  # host:port of its gRPC server
@@ -20,7 +19,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The members of both pools at one moment."""
+    """A snapshot of both pools."""
 
     targets: tuple[Endpoint, ...]
     drafters: tuple[Endpoint, ...]

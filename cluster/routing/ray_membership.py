@@ -1,8 +1,8 @@
-"""Membership as published by Ray Serve's controller; the only file of this package that imports Ray.
+"""Reads membership from Ray Serve's controller; the only module of this package that imports Ray.
 
 Each replica announces its gRPC address through Serve's `record_replica_metadata` hook; the controller pushes the set of
-running replicas to every handle. Ray 2.60 has no public call that reads that set from a handle. This file therefore
-reads private attributes, and the project pins Ray's minor version.
+running replicas to every handle. Ray 2.60 has no public API to read that set from a handle. This module therefore reads
+private attributes, and the project pins Ray's minor version.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.routing.membership import Endpoint, Members
 
-ADDRESS = "grpc_address"  # keys in the replica metadata
+ADDRESS = "grpc_address"  # keys of the replica metadata
 NODE = "node"
 ZONE = "zone"
-COSTS = "costs"  # costs measured at startup, as JSON: `ForwardCost` of a target, `DraftCost` of a drafter
+COSTS = "costs"  # measured startup costs as JSON: `ForwardCost` (target) or `DraftCost` (drafter)
 
 
 class ServeMembership:
-    """Reads both pools from their deployment handles. It makes no remote call: the controller pushes changes."""
+    """Reads both pools from their deployment handles, without remote calls, because the controller pushes changes."""
 
     def __init__(self, targets: DeploymentHandle[Any], drafters: DeploymentHandle[Any]) -> None:
         self._targets = targets
@@ -30,16 +30,16 @@ class ServeMembership:
 
 
 def addresses(handle: DeploymentHandle[Any]) -> frozenset[str]:
-    """Returns the addresses of one pool's running replicas, without a remote call; none before the controller's first
+    """Returns the addresses of a pool's running replicas, without a remote call; empty before the controller's first
     push.
 
-    The first use of a handle makes the controller push changes to it.
+    The first use of a handle subscribes it to the controller's pushes.
     """
     return frozenset(endpoint.address for endpoint in _endpoints(handle))
 
 
 def running_replicas(handle: DeploymentHandle[Any]) -> frozenset[str]:
-    """Returns the ids of the replicas that Serve sends requests to, without a remote call."""
+    """Returns the ids of the replicas to which Serve routes requests, without a remote call."""
     return frozenset(str(replica.replica_id) for replica in _replicas(handle))
 
 
@@ -48,12 +48,12 @@ def _endpoints(handle: DeploymentHandle[Any]) -> tuple[Endpoint, ...]:
 
 
 def _endpoint(replica: str, metadata: Mapping[str, str]) -> Endpoint:
-    """Builds an endpoint; replicas of an earlier version do not report a node or zone."""
+    """Builds an endpoint; replicas of older versions report neither node nor zone."""
     return Endpoint(replica, metadata[ADDRESS], metadata.get(NODE, ""), metadata.get(ZONE, ""))
 
 
 def _replicas(handle: DeploymentHandle[Any]) -> list[Any]:
     request_router = handle._init_router()._asyncio_router.request_router
     if request_router is None:
-        return []  # the controller has not pushed anything yet
+        return []  # before the controller's first push
     return list(request_router.curr_replicas.values())

@@ -1,16 +1,16 @@
-"""Placement of a router's sessions: chooses their targets and drafters, and replaces those that fail.
+"""Session router: assigns a target and a drafter to each session, and replaces failed ones.
 
-`SessionRouter` serves the router and the simulator: callers pass the time in and carry out what is `Ready`. A router
-chooses replicas by its own records of them:
+The router and the simulator both use `SessionRouter`. Callers pass in the time, then deliver the returned `Ready`
+events and messages. A router ranks replicas by its own records:
 
-* `Peers` ranks one pool by the number of the router's sessions on each replica;
-* `PrefixAffinity` records the prefixes that each target has computed. Targets share cache pages between sessions that
-  begin with the same tokens, so the next request of a conversation is prefilled fastest where the last one was;
-* `Locality` prefers drafters on a target's node or in its zone.
+* `Peers` ranks the replicas of one pool by the number of the router's sessions on each;
+* `PrefixAffinity` records the cached prefixes of each target. The target of a conversation's previous request needs the
+  shortest prefill for the next one;
+* `Locality` prefers drafters on the target's node or in its zone.
 
-Cached tokens and short distances count as a number of sessions that a replica may have beyond the others. Routers need
-not agree, because a wrong record costs only a prefill. Page hashes are keyed, so that no client can choose prompts that
-collide, and each covers all earlier pages too.
+Cached tokens and proximity are expressed as a number of extra sessions that a preferred replica may have. Routers need
+not agree, because a wrong record costs only a prefill. Page hashes are keyed, so clients cannot construct colliding
+prompts. Each hash also covers all earlier pages.
 """
 
 import logging
@@ -32,24 +32,24 @@ from cluster.routing.membership import Endpoint
 from cluster.speculation.circuit_breaker import CircuitBreakers
 from protos.messages import Leaving, LiveSession, Message, Refusal, RefusalReason, Verdict
 
-MAX_HASHED_PAGES = 4096  # most pages hashed per text; its beginning is enough to place it
-TOKENS_PER_SESSION = 128  # cached tokens that count as much as one session of load
+MAX_HASHED_PAGES = 4096  # maximum number of hashed pages per text; its beginning suffices
+TOKENS_PER_SESSION = 128  # cached tokens equivalent to one session of load
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixOptions:
-    """Size of a router's prefix record, and its weight against load."""
+    """Options for the record of cached prefixes."""
 
     page_size: int = 16  # tokens per page of the targets' caches
-    max_extra_sessions: float = 4.0  # most extra sessions that a target may have over the least loaded one
-    pages_per_target: int = 1 << 15  # most recent pages recorded per target
+    max_extra_sessions: float = 4.0  # maximum number of extra sessions for cached prefixes
+    pages_per_target: int = 1 << 15  # number of most recent pages recorded per target
 
 
 def page_keys(key: bytes, tokens: Sequence[int], page_size: int, salt: bytes = b"") -> list[bytes]:
-    """Returns one key for each whole page that a target may share.
+    """Returns one key per whole page that a target can share.
 
-    No page contains the last token, because a target always computes it. Targets share pages only between sessions with
-    the same salt.
+    Excludes the last token, because a target always computes it. Targets share pages only between sessions with the
+    same salt.
     """
     keys: list[bytes] = []
     parent = salt
@@ -60,7 +60,7 @@ def page_keys(key: bytes, tokens: Sequence[int], page_size: int, salt: bytes = b
 
 
 class PrefixAffinity:
-    """One router's record of the prefixes that each target has cached."""
+    """A router's record of each target's cached prefixes."""
 
     def __init__(self, key: bytes, options: PrefixOptions) -> None:
         self._key = key
@@ -68,13 +68,13 @@ class PrefixAffinity:
         self._pages: dict[str, OrderedDict[bytes, None]] = {}  # by target, least recently used first
 
     def keys(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
-        """Returns the keys of a text's pages, for the other methods."""
+        """Returns the page keys of a text, as input for the other methods."""
         return page_keys(self._key, tokens, self._options.page_size, salt)
 
     def matches(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Returns, by target, the number of the text's tokens that it is likely to have cached.
+        """Returns, by target, the number of tokens that are likely to be cached.
 
-        Omits targets that have none.
+        Omits targets without cached tokens.
         """
         matches = {}
         for target, pages in self._pages.items():
@@ -84,10 +84,10 @@ class PrefixAffinity:
         return matches
 
     def worth(self, keys: Sequence[bytes]) -> dict[str, float]:
-        """Returns, by target, how many extra sessions the cached part of this text outweighs.
+        """Returns, by target, the number of extra sessions that the cached prefix is worth.
 
-        The target with the longest cached prefix gets at most `max_extra_sessions`. Others get less by the tokens that
-        they lack, so a target with only the common beginning of many texts does not count like one with the whole text.
+        The target with the longest cached prefix gets up to `max_extra_sessions`. For other targets, the missing tokens
+        are deducted, so that a common system prompt alone has little weight.
         """
         matches = self.matches(keys)
         best = max(matches.values(), default=0)
@@ -96,16 +96,16 @@ class PrefixAffinity:
         return {target: most - lacking for target, lacking in behind.items() if lacking < most}
 
     def record(self, target: str, keys: Sequence[bytes]) -> None:
-        """Records that a target has these pages now or soon."""
+        """Records that a target has, or will soon have, these pages."""
         pages = self._pages.setdefault(target, OrderedDict())
-        for key in reversed(keys):  # the first page becomes the most recent, so a text is dropped from its end
+        for key in reversed(keys):  # the first page becomes the most recent, so texts are dropped from the end
             pages[key] = None
             pages.move_to_end(key)
         while len(pages) > self._options.pages_per_target:
             pages.popitem(last=False)
 
     def forget(self, target: str) -> None:
-        """Drops a target that is gone together with its cache."""
+        """Drops the record of a lost target."""
         self._pages.pop(target, None)
 
 
@@ -114,12 +114,12 @@ NO_WORTH: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A connected replica as the router sees it."""
+    """A connected replica with its rank."""
 
     address: str
     sessions: int  # number of this router's sessions on the replica
-    turn: int = 0  # rank among equally loaded candidates
-    worth: float = 0.0  # extra sessions up to which it is still preferred for the session in question
+    turn: int = 0  # tie-breaker among equally loaded candidates
+    worth: float = 0.0  # bonus for the session in question, in sessions
 
     @property
     def rank(self) -> tuple[float, int, str]:
@@ -128,32 +128,32 @@ class Candidate:
 
 
 def turn(router: str, address: str) -> int:
-    """Returns a replica's rank among equally loaded ones, which differs between routers.
+    """Returns a replica's tie-breaker, which differs between routers.
 
-    A router knows only its own sessions. If ties were broken by address, all routers would give their first session to
-    the same replica while others are idle.
+    A router knows only its own sessions. With ties broken by address, all routers would assign their first session to
+    the same replica.
     """
     return int.from_bytes(blake2b(f"{router} {address}".encode(), digest_size=4).digest())
 
 
 def choose(candidates: Iterable[Candidate], avoid: frozenset[str] = frozenset()) -> str | None:
-    """Returns the least loaded candidate, with ties broken by `turn`; one in `avoid` only if there is no other.
+    """Returns the least loaded candidate, with ties broken by `turn`; candidates in `avoid` are the last resort.
 
-    Returns None if there is no candidate at all.
+    Returns None if there are no candidates.
     """
     best = min(candidates, key=lambda c: (c.address in avoid, c.rank), default=None)
     return best.address if best else None
 
 
 class Peers:
-    """A router's view of one pool: the replicas that accept sessions, and the number of its sessions on each."""
+    """A router's record of one pool: the replicas that accept sessions, and the router's session count on each."""
 
     def __init__(self, router: str) -> None:
-        self.leaving: set[str] = set()  # announced that they end soon; they may keep sessions, but accept none
+        self.leaving: set[str] = set()  # replicas that announced a shutdown; they accept no new sessions
         self._router = router
         self._sessions: Counter[str] = Counter()
         self._up: dict[str, Candidate] = {}  # replicas that accept sessions, by address
-        self._ranked: list[tuple[float, int, str]] = []  # ranks of the replicas in `_up`, lowest first
+        self._ranked: list[tuple[float, int, str]] = []  # ranks of replicas in `_up`, lowest first
 
     def __bool__(self) -> bool:
         return bool(self._up)
@@ -171,28 +171,28 @@ class Peers:
         insort(self._ranked, one.rank)
 
     def down(self, address: str) -> None:
-        """Marks a replica as accepting no more sessions; it may keep existing ones."""
+        """Marks a replica as not accepting sessions; it may keep existing sessions."""
         one = self._up.pop(address, None)
         if one is not None:
             del self._ranked[bisect_left(self._ranked, one.rank)]
 
     def leaves(self, address: str) -> None:
-        """Records the replica's announcement that it will shut down soon."""
+        """Records a replica's announcement of its shutdown."""
         self.down(address)
         self.leaving.add(address)
 
     def gone(self, address: str) -> None:
-        """Records that the replica's stream broke; a replica that returns at this address counts as new."""
+        """Records the loss of a replica; a later replica at the same address counts as new."""
         self.down(address)
         self.leaving.discard(address)
 
     def moved(self, old: str | None, new: str | None) -> None:
-        """Records that a session moved from one peer to another; None stands for no peer."""
+        """Updates the session counts after a move; None stands for no replica."""
         for address, change in ((old, -1), (new, 1)):
             if address is not None:
                 self._sessions[address] += change
                 if not self._sessions[address]:
-                    del self._sessions[address]  # drop counters of replicas that are gone for good
+                    del self._sessions[address]  # drop counters of lost replicas
                 if address in self._up:
                     self.up(address)
 
@@ -202,11 +202,13 @@ class Peers:
         avoid: frozenset[str] = frozenset(),
         worth: Mapping[str, float] = NO_WORTH,
     ) -> str | None:
-        """Returns the replica, among those accepting sessions now, with the least load minus `worth`, in sessions."""
+        """Returns the replica with the smallest load minus `worth`, in sessions, among replicas accepted by `takes`."""
         return choose([*self._contenders(takes, avoid), *self._favoured(takes, worth)], avoid)
 
     def spare(self, avoid: frozenset[str]) -> str | None:
-        """Returns a replica with none of the router's sessions; one in `avoid` only if there is no other at all."""
+        """Returns a replica without sessions of this router; replicas in `avoid` qualify only if no other replica is
+        up.
+        """
         others = [one for one in self._up.values() if one.address not in avoid] or list(self._up.values())
         return choose(one for one in others if not one.sessions)
 
@@ -216,7 +218,7 @@ class Peers:
                 yield replace(self._up[address], worth=sessions)
 
     def _contenders(self, takes: Callable[[str], bool], avoid: frozenset[str]) -> Iterator[Candidate]:
-        """Yields candidates by rank, up to the first that need not be avoided, so that large fleets are not scanned."""
+        """Yields candidates by rank, up to the first outside `avoid`, so that large pools are not scanned."""
         for _, _, address in self._ranked:
             if takes(address):
                 yield self._up[address]
@@ -224,22 +226,20 @@ class Peers:
                     return
 
 
-SAME_NODE_WORTH = (
-    4.0  # extra sessions up to which a drafter on the target's node is preferred: its drafts arrive sooner
-)
+SAME_NODE_WORTH = 4.0  # bonus of a drafter on the target's node, in sessions
 SAME_ZONE_WORTH = 2.0
 
 
 class Locality:
-    """Preferences for drafters near each target, by node and zone."""
+    """Preference for drafters near a target, by node and zone."""
 
     def __init__(self) -> None:
         self._targets: dict[str, Endpoint] = {}  # targets, by address
-        self._by_node: dict[str, list[str]] = {}  # drafter addresses
+        self._by_node: dict[str, list[str]] = {}  # drafter addresses, by node
         self._by_zone: dict[str, list[str]] = {}
 
     def follow(self, targets: Iterable[Endpoint], drafters: Iterable[Endpoint]) -> None:
-        """Replaces the pools; an empty node or zone is unknown."""
+        """Replaces the members of both pools; an empty node or zone is unknown."""
         by_node: defaultdict[str, list[str]] = defaultdict(list)
         by_zone: defaultdict[str, list[str]] = defaultdict(list)
         for drafter in drafters:
@@ -250,7 +250,7 @@ class Locality:
         self._by_zone = {zone: addresses for zone, addresses in by_zone.items() if zone}
 
     def worth(self, target: str | None) -> dict[str, float]:
-        """Returns, by drafter address, the extra sessions up to which a drafter is still preferred for this target."""
+        """Returns, by drafter address, the bonus for proximity to this target, in sessions."""
         endpoint = self._targets.get(target or "")
         if endpoint is None:
             return {}
@@ -258,38 +258,38 @@ class Locality:
         return near | dict.fromkeys(self._by_node.get(endpoint.node, ()), SAME_NODE_WORTH)
 
 
-KEY_BYTES = 32  # length of the page hashes' key, which each router draws
-FULL_PAUSE_S = 1.0  # pause before a target that reported to be full is tried again
+KEY_BYTES = 32  # key length of page hashes; each router draws its own key
+FULL_PAUSE_S = 1.0  # pause before a full target is tried again
 
 
 class TargetChoice:
-    """Chooses targets for one router; tracks session placement and each target's cached prefixes."""
+    """Chooses targets for sessions; tracks cached prefixes and full targets."""
 
     def __init__(self, targets: Peers, options: PrefixOptions) -> None:
-        self.routed: Counter[str] = Counter()  # by reason: `prefix` if the target has part of the text, else `load`
+        self.routed: Counter[str] = Counter()  # counts by reason: `prefix` (part of the text is cached) or `load`
         self._targets = targets
         self._prefixes = PrefixAffinity(secrets.token_bytes(KEY_BYTES), options)
         self._prompts: dict[str, Sequence[bytes]] = {}  # page keys of prompts, by session
-        self._full_until: dict[str, float] = {}  # by address of a target that reported to be full
+        self._full_until: dict[str, float] = {}  # end of the pause, by address of a full target
 
     def choose(self, session: Session, now: float) -> str | None:
         """Returns a target that accepts sessions now, or None.
 
-        Returns one on which the session failed only as a last resort.
+        Returns a target that this session already failed on only as a last resort.
         """
         worth = self._prefixes.worth(self._prompt(session))
         return self._targets.choose(lambda target: self._has_room(target, now), session.failed_targets, worth)
 
     def are_full(self, now: float) -> bool:
-        """Returns True if there are targets and each has just reported that it is full."""
+        """Returns True if targets exist and all of them have just reported to be full."""
         return bool(self._targets) and self._targets.choose(lambda target: self._has_room(target, now)) is None
 
     def on_refusal(self, target: str, now: float) -> None:
-        """Records that a target reported that it is full."""
+        """Records a target's report that it is full."""
         self._full_until[target] = now + FULL_PAUSE_S
 
     def on_move(self, session: Session, left: str | None) -> None:
-        """Records a session's move: its new target will cache the prompt, `left` has cached all committed tokens."""
+        """Records a session's move: the new target will cache the prompt; `left` has cached all committed tokens."""
         if left is not None and left in self._targets:
             self._prefixes.record(left, self._keys(session, session.tokens))
         if session.target is not None:
@@ -298,11 +298,11 @@ class TargetChoice:
             self._prefixes.record(session.target, prompt)
 
     def forget(self, session: Session) -> None:
-        """Drops a session that is over."""
+        """Drops an ended session."""
         self._prompts.pop(session.generation.session, None)
 
     def on_target_gone(self, target: str) -> None:
-        """Drops the record of a target whose cache is lost."""
+        """Drops the record of a lost target's cache."""
         self._prefixes.forget(target)
 
     def _has_room(self, target: str, now: float) -> bool:
@@ -321,21 +321,21 @@ class TargetChoice:
 log = logging.getLogger(__name__)
 
 DEFAULT_PREFIX_OPTIONS = PrefixOptions()
-GONE_MESSAGE = "%s %s; %d sessions continue elsewhere or without it"
-PLANNED = "planned"  # reasons for a handover: the peer announced that it leaves, or was lost
+GONE_MESSAGE = "%s %s; %d sessions continue on other replicas or without a drafter"
+PLANNED = "planned"  # reasons for a handover: announced shutdown, or loss
 LOST = "lost"
 
 
 @dataclass(eq=False)
 class Assignment:
-    """A session's peers and placement, from its arrival to its end."""
+    """A session with its placement, from arrival to end."""
 
     session: Session
-    seeking_since: float  # time of its arrival or of the loss of its target
-    counted_target: str | None = None  # peers whose session counts include it
+    seeking_since: float  # time of arrival or of the loss of its target
+    counted_target: str | None = None  # replicas whose session counts include this session
     counted_drafter: str | None = None
-    was_replaced: bool = False  # whether it left a drafter whose blocks had become bad
-    served_by: frozenset[str] = frozenset()  # all targets that it was ever assigned to
+    was_replaced: bool = False  # True after it left a bad drafter
+    served_by: frozenset[str] = frozenset()  # all targets assigned so far
 
     @property
     def name(self) -> str:
@@ -347,33 +347,33 @@ F = TypeVar("F", bound=Assignment)
 
 @dataclass(slots=True)
 class Ready(Generic[F]):
-    """Work for the caller: deliver events to clients, then send messages."""
+    """Work for the caller: deliver the events to clients, then send the messages."""
 
     events: list[tuple[F, Event]] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
 
 
 class SessionRouter(Generic[F]):
-    """Gives every session a target and a drafter, and replacements when they fail.
+    """Assigns a target and a drafter to every session, and replaces failed ones.
 
-    The caller keeps `targets` and `drafters` current: the replicas that accept sessions.
+    The caller keeps `targets` and `drafters` up to date.
     """
 
     def __init__(self, router: str, target_wait_s: float, prefixes: PrefixOptions = DEFAULT_PREFIX_OPTIONS) -> None:
         self.targets = Peers(router)
         self.drafters = Peers(router)
-        self.remedies = RecoveryLog()  # recovery from drafters whose blocks became bad
+        self.remedies = RecoveryLog()  # recovery from bad drafters
         self.locality = Locality()
         self._choice = TargetChoice(self.targets, prefixes)
-        self.routed = self._choice.routed  # session counts, by why the target was chosen
-        self.handovers: Counter[tuple[str, str]] = Counter()  # counts of moved sessions, by the pool left and reason
+        self.routed = self._choice.routed  # session counts by reason for the target's choice
+        self.handovers: Counter[tuple[str, str]] = Counter()  # counts of moved sessions by (pool, reason)
         self._target_wait_s = target_wait_s
-        self._ready: Ready[F] = Ready()  # collected by the call under way
+        self._ready: Ready[F] = Ready()  # output of the current call
         self._assignments: dict[str, F] = {}  # all sessions, by name
-        self._waiting: dict[str, F] = {}  # sessions that may lack a target or a drafter
-        self.breakers = CircuitBreakers()  # one breaker per drafter
+        self._waiting: dict[str, F] = {}  # sessions that may need a target or drafter
+        self.breakers = CircuitBreakers()  # circuit breakers of all drafters
         self._watch = DrafterWatch(self.breakers)
-        self.given_up = self._watch.given_up  # times that a drafter was given up as silent
+        self.given_up = self._watch.given_up  # number of times that each drafter was given up as silent
 
     def __len__(self) -> int:
         return len(self._assignments)
@@ -386,36 +386,38 @@ class SessionRouter(Generic[F]):
 
     @property
     def awaits_tick(self) -> bool:
-        """True if `tick` has something to do."""
+        """True if `tick` has work to do."""
         return bool(self._waiting) or self._watch.has_news
 
     def are_targets_full(self, now: float) -> bool:
-        """Returns True if there are targets and each has just reported that it is full; a new session would wait."""
+        """Returns True if targets exist and all of them have just reported to be full; a new session would wait."""
         return self._choice.are_full(now)
 
     # ------------------------------------------------------------ sessions
 
     def add(self, assignment: F, now: float) -> Ready[F]:
-        """Adds a session and places it."""
+        """Adds a session and assigns its peers."""
         self._assignments[assignment.name] = assignment
         self._place([assignment], now)
         return self._take_ready()
 
     def cancel(self, assignment: F) -> Ready[F]:
-        """Ends a session that is no longer wanted or is over."""
+        """Removes a session that has ended or is no longer wanted."""
         self._carry_out(assignment, assignment.session.cancel())
         self.forget(assignment)
         return self._take_ready()
 
     def forget(self, assignment: F) -> None:
-        """Drops a session that is over and closed at its peers."""
+        """Drops a session that has ended and is closed on its peers."""
         self._assignments.pop(assignment.name, None)
         self._waiting.pop(assignment.name, None)
         self._watch.forget(assignment.name)
         self._choice.forget(assignment.session)
 
     def tick(self, now: float) -> Ready[F]:
-        """Leaves silent and bad drafters, places waiting sessions, and fails those without a target for too long."""
+        """Replaces silent and bad drafters, assigns waiting sessions, and fails sessions that have waited too long for
+        a target.
+        """
         self._leave_silent(now)
         self._handle_complaints(now)
         for peer in [*self.targets.leaving]:
@@ -430,7 +432,7 @@ class SessionRouter(Generic[F]):
     # ------------------------------------------------------------ messages from peers
 
     def receive(self, peer: str, message: Message, now: float) -> Ready[F]:
-        """Handles a message from a target's or a drafter's address."""
+        """Handles a message from a target or drafter."""
         if isinstance(message, Leaving):
             self._leaves(peer, now)
         elif assignment := self._assignments.get(getattr(message, "session", "")):
@@ -449,7 +451,7 @@ class SessionRouter(Generic[F]):
         self._carry_out(assignment, commands)
 
     def unreadable(self, target: str, session: str, attempt: int, now: float) -> Ready[F]:
-        """Handles a malformed message from a target about a session: moves the session to another target."""
+        """Handles a malformed message about a session: moves the session to another target."""
         assignment = self._assignments.get(session)
         if assignment is not None and assignment.session.target == target:
             assignment.seeking_since = now
@@ -458,9 +460,9 @@ class SessionRouter(Generic[F]):
         return self._take_ready()
 
     def gone(self, peer: str, now: float) -> Ready[F]:
-        """Handles the broken stream of a target or drafter.
+        """Handles a broken stream of a target or drafter.
 
-        A peer that announced that it leaves is not counted as lost.
+        A peer that announced its shutdown does not count as lost.
         """
         is_planned = peer in self.targets.leaving
         self.targets.gone(peer)
@@ -483,7 +485,7 @@ class SessionRouter(Generic[F]):
         return self._take_ready()
 
     def live_at(self, peer: str) -> tuple[LiveSession, ...]:
-        """Returns the sessions that the target or drafter should still hold."""
+        """Returns the sessions assigned to a target or drafter."""
         sessions = [assignment.session for assignment in self._assignments.values()]
         return tuple(
             LiveSession(session.generation.session, session.attempt)
@@ -499,7 +501,7 @@ class SessionRouter(Generic[F]):
         return ready
 
     def _carry_out(self, assignment: F, commands: list[Command]) -> None:
-        """Collects a session's messages and events, and updates the session counts of its peers."""
+        """Collects a session's messages and events, and updates the session counts of replicas."""
         session = assignment.session
         if assignment.counted_target != session.target:
             self._choice.on_move(session, assignment.counted_target)
@@ -518,7 +520,7 @@ class SessionRouter(Generic[F]):
     def _note_refusal(self, peer: str, assignment: F, refusal: Refusal, now: float) -> None:
         """Records a refusal.
 
-        The session is placed at the next tick, so the refusing peer is not asked again at once.
+        The session is assigned at the next tick, so that the same peer is not tried again at once.
         """
         self._waiting[assignment.name] = assignment
         if refusal.reason is not RefusalReason.OVERLOADED:
@@ -532,7 +534,7 @@ class SessionRouter(Generic[F]):
             self.handovers["target", PLANNED] += 1
 
     def _place(self, assignments: Iterable[F], now: float) -> None:
-        """Gives sessions the targets and drafters that they lack, if any accepts them."""
+        """Assigns missing targets and drafters to sessions, as far as replicas accept them."""
         for assignment in assignments:
             session = assignment.session
             if session.phase is Phase.SEEKING and (target := self._choice.choose(session, now)):
@@ -545,7 +547,7 @@ class SessionRouter(Generic[F]):
                 self._waiting.pop(assignment.name, None)
 
     def _choose_drafter(self, session: Session, now: float, avoid: str | None = None) -> str | None:
-        """Chooses a drafter by load and by distance from the session's target."""
+        """Chooses a drafter by load and proximity to the session's target."""
         worth = self.locality.worth(session.target)
         return self.drafters.choose(lambda one: one != avoid and self.breakers.takes(one, now), worth=worth)
 
@@ -554,13 +556,13 @@ class SessionRouter(Generic[F]):
         self.breakers.placed(drafter, assignment.name, now)
 
     def _leave_silent(self, now: float) -> None:
-        """Processes drafters' answers since the last tick; moves the sessions of drafters that were silent too long."""
+        """Processes drafters' answers since the latest tick, and moves sessions off silent drafters."""
         for drafter in self._watch.silent(now):
-            log.warning("drafter %s is silent; its sessions go to others", drafter)
+            log.warning("drafter %s is silent; its sessions move to other drafters", drafter)
             self._move_off(drafter, now)
 
     def _handle_complaints(self, now: float) -> None:
-        """Takes the next remedy for each session whose drafter's blocks became bad, and gives up bad drafters."""
+        """Takes the next recovery step for sessions with collapsed acceptance, and gives up bad drafters."""
         for complaint in self._watch.take_complaints():
             assignment = self._assignments.get(complaint.session)
             if assignment is not None and assignment.session.drafter == complaint.drafter:
@@ -572,7 +574,7 @@ class SessionRouter(Generic[F]):
         remedy = next_remedy(complaint.collapse, assignment.was_replaced, other is not None)
         self.remedies.record(complaint, remedy)
         if remedy is RecoveryStep.RESYNCED:
-            return  # the target has sent the drafter a Resync
+            return  # the target has already sent the drafter a Resync
         assignment.was_replaced = True
         assignment.session.drafts = remedy is not RecoveryStep.NON_SPECULATIVE
         self._carry_out(assignment, assignment.session.leave_drafter())
@@ -583,13 +585,13 @@ class SessionRouter(Generic[F]):
             self._move_off(left, now)
 
     def _leaves(self, peer: str, now: float) -> None:
-        """Handles a peer's announcement that it ends soon, which counts as no failure."""
+        """Handles a peer's announcement of its shutdown, which does not count as a failure."""
         self.targets.leaves(peer)
         self.drafters.leaves(peer)
         self._move_off(peer, now)
 
     def _move_off(self, address: str, now: float) -> None:
-        """Moves all sessions off a peer that leaves or was given up; those without an alternative stay."""
+        """Moves sessions off a peer that is leaving or was given up; sessions without an alternative stay."""
         is_planned = address in self.targets.leaving
         for assignment in self:
             session = assignment.session
@@ -606,5 +608,5 @@ class SessionRouter(Generic[F]):
 
 def _no_target(are_known: bool, waited: float) -> SlipstreamError:
     if are_known:
-        return CapacityError(f"every target replica has been full for {waited:.0f} s; try again later")
-    return TargetLostError(f"no target replica could be reached for {waited:.0f} s")
+        return CapacityError(f"every target replica was full for {waited:.0f} s; try again later")
+    return TargetLostError(f"no target replica was reachable for {waited:.0f} s; check the target pool")
