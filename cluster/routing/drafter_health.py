@@ -76,7 +76,7 @@ class RecoveryLog:
     def given_up(self, drafter: str) -> None:
         """Records that a drafter is given up after collapses in several sessions."""
         self.counts[drafter, RecoveryStep.GIVEN_UP] += 1
-        log.warning("drafter %s: acceptance collapsed in several sessions; paused for new ones", drafter)
+        log.warning("drafter %s: acceptance collapsed in several sessions; pausing its new sessions", drafter)
 
 
 GOOD_SESSION_TOKENS = 8  # minimum accepted draft tokens of a good session

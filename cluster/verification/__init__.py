@@ -1,10 +1,10 @@
-"""Decisions of a target replica: the sessions and draft blocks of each step, and the verdicts that follow from it.
+"""Target replica logic: plans each step's sessions and draft blocks, and turns the outcomes into verdicts.
 
-Input: Open and Close messages from routers, Attach messages and blocks from drafters, and the engine's outcomes.
-Output: a `StepPlan` for the engine, and verdicts, draft requests and hidden states to send. A block is verified only if
-its length and prefix hash match the session's own text, so a wrong or late block costs speed, never a token.
+Inputs are messages from routers (Open, Close) and drafters (Attach, blocks), and the engine's outcomes. Outputs are a
+`StepPlan` for the engine, and verdicts, draft requests and hidden states to send. The target verifies a block only if
+the block's length and prefix hash match the session's text, so a wrong or late block only reduces speed.
 
-Start with `scheduler`: `plan` and `apply` alternate around the engine's step, and messages take effect in between.
-`step` defines the plan and the outcomes, `admission` assigns cache pages, `sequence` is one session with its waiting
-blocks (`block_buffer`), and `hidden_state_sender` sends hidden states to drafters that read them.
+Start with `scheduler`: `plan` precedes and `apply` follows each step of the engine, and messages arrive in between.
+`step` defines plans and outcomes. `admission` assigns cache pages. `sequence` is the state of one session, and
+`block_buffer` stores its waiting blocks. `hidden_state_sender` sends hidden states to drafters.
 """

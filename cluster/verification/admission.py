@@ -1,6 +1,6 @@
-"""Admission of sessions to a target's cache: which sessions run, which queue, and the pages of each.
+"""Admission of sessions to a target's cache: running sessions, the queue, and page reservations.
 
-It does not depend on blocks, time or computation; callers measure how long sessions waited.
+It is independent of blocks, time and computation; callers measure waiting times.
 """
 
 from collections import OrderedDict
@@ -12,18 +12,18 @@ from protos.messages import Open
 
 
 class Admission:
-    """Holds all sessions of a replica; collects those that the engine must open and close in the next step."""
+    """Holds all sessions of a replica; collects the sessions to open and close in the engine's next step."""
 
     def __init__(self, limit: int, pages: SessionMemory) -> None:
         self.running: dict[str, TargetSequence] = {}  # sessions in the cache, oldest first
-        self.waiting: dict[str, TargetSequence] = {}  # opened, not admitted yet, in order of arrival
+        self.waiting: dict[str, TargetSequence] = {}  # queued sessions, in order of arrival
         self.order: OrderedDict[str, None] = OrderedDict()  # admitted sessions, longest unserved first
         self.pages = pages
-        self.preempted = 0  # times that a session lost its pages to an older one
-        self.prefix_tokens = 0  # tokens of sessions when they were first admitted, without audits
-        self.prefix_hits = 0  # tokens among `prefix_tokens` that were already cached
+        self.preempted = 0  # number of preemptions by older sessions
+        self.prefix_tokens = 0  # tokens of sessions at first admission, without audits
+        self.prefix_hits = 0  # cached tokens among `prefix_tokens`
         self._limit = limit
-        self._opens: list[Open] = []  # sessions for the engine to open in the next step
+        self._opens: list[Open] = []  # sessions to open in the engine's next step
         self._closes: list[str] = []
 
     # ------------------------------------------------------------ lookup
@@ -35,7 +35,7 @@ class Admission:
         return self.running.get(name) or self.waiting.get(name)
 
     def router_of(self, name: str) -> str | None:
-        """Returns the stream of the session's router; None for an unknown session."""
+        """Returns the stream of the session's router; None if the session is unknown."""
         session = self.find(name)
         return None if session is None else session.router
 
@@ -45,21 +45,21 @@ class Admission:
 
     @property
     def is_empty(self) -> bool:
-        """True if there are no sessions and no changes pending for the engine."""
+        """True if there are no sessions and no pending changes for the engine."""
         return not any((self.running, self.waiting, self.order, self._opens, self._closes))
 
     # ------------------------------------------------------------ opening and closing
 
     def admit(self) -> Iterator[TargetSequence]:
-        """Admits queued sessions to the cache while they fit, and yields each.
+        """Admits queued sessions to the cache while pages last, and yields each admitted session.
 
-        Lower priority numbers come first, then earlier arrivals.
+        Admits lower priority numbers first, then earlier arrivals.
         """
         while self.waiting and len(self.running) < self._limit:
             name, session = min(self.waiting.items(), key=lambda item: item[1].open.priority)
             shared = session.prefix.tokens if session.may_share else ()
             session.cache.enter(self.pages.open(name, shared, session.open.cache_salt.encode()))
-            # Each running session keeps a page to grow into, or the newcomer would be preempted at once.
+            # Reserve one page of growth per running session; otherwise they would preempt the new session at once.
             missing = self.pages.missing(name, session.prefix.length + 1)
             if self.running and missing + self._owed() > self.pages.available:
                 self.pages.close(name)
@@ -79,7 +79,7 @@ class Admission:
             self.prefix_hits += session.cache.length
 
     def forget(self, name: str) -> None:
-        """Frees everything that a session holds; ignores an unknown one."""
+        """Frees all resources of a session; ignores unknown sessions."""
         session = self.find(name)
         if session is None:
             return
@@ -91,7 +91,7 @@ class Admission:
         self._opens = pending
 
     def take_changes(self) -> tuple[tuple[str, ...], tuple[Open, ...]]:
-        """Returns the sessions that the engine must close, then open, since the previous call."""
+        """Returns the sessions to close and to open (in that order) since the previous call."""
         changes = tuple(self._closes), tuple(self._opens)
         self._closes = []
         self._opens = []
@@ -100,10 +100,10 @@ class Admission:
     # ------------------------------------------------------------ pages
 
     def reserve(self, session: TargetSequence, start: int, end: int, in_step: set[str]) -> list[PageCopy] | None:
-        """Reserves pages for positions `start` to `end`; preempts younger sessions if there are too few.
+        """Reserves pages for positions `start` to `end`; preempts younger sessions if pages are short.
 
-        Returns None if the session is the youngest, and so preempted itself, or if all younger ones are already in the
-        step (`in_step`). In the next step it comes before them.
+        Returns None if the session itself is the youngest and is preempted, or if all younger sessions are already in
+        the step (`in_step`). In the latter case, it precedes them in the next step.
         """
         name = session.open.session
         while (copies := self.pages.reserve(name, start, end)) is None:
@@ -115,12 +115,14 @@ class Admission:
         return copies
 
     def _owed(self) -> int:
-        """Returns the pages that running sessions still need for their tokens and one more, at least one each."""
+        """Returns the number of pages that running sessions still need for their tokens plus one, at least one page
+        each.
+        """
         missing = self.pages.missing
         return sum([max(1, missing(name, session.prefix.length + 1)) for name, session in self.running.items()])
 
     def _preempt(self, name: str) -> None:
-        """Moves a session back to the head of the queue; the lost part of its cache is recomputed from its tokens."""
+        """Moves a session to the head of the queue; its cache is later recomputed from its tokens."""
         self.preempted += 1
         session = self.running[name]
         self._leave(name)

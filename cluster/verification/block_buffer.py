@@ -1,8 +1,8 @@
-"""Draft blocks that wait for a step, and messages that arrive before their session is opened.
+"""Buffers for draft blocks that wait for a step, and for messages that precede their session's Open.
 
-A block waits under the length and prefix hash that it was drafted for. A drafter may receive a session before its
-target does. Until the session is opened, its assigned drafter is unknown, so such messages are kept separately per
-drafter, each with its own limits on number, bytes and age. Handling a message takes the same time however many wait.
+Waiting blocks are indexed by length and prefix hash. A drafter may receive a session's Open before the target does.
+Until the target receives the Open, it does not know the assigned drafter, so it buffers messages per drafter, with
+limits on number, bytes and age. Every operation takes constant time per message.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -17,15 +17,15 @@ from protos.prefix import Prefix
 class TargetCounts:
     """Totals of one target replica since startup."""
 
-    dropped: Counter[str] = field(default_factory=Counter)  # blocks that were not verified, by cause
-    unrequested: int = 0  # blocks for sessions that are not open, or assigned to another drafter
-    rebased: int = 0  # late blocks that were verified from the target's current length
-    accepted_tokens: int = 0  # draft tokens that verdicts accepted
-    wasted_tokens: int = 0  # draft tokens in well-formed blocks that no verdict accepted, once that is certain
-    known_tokens: int = 0  # committed tokens fed, counted again if lost from the cache and recomputed
-    step_s: float = 0.0  # seconds spent in steps
-    idle_s: float = 0.0  # seconds with sessions but no step, usually waiting for blocks
-    nonfinite: int = 0  # sessions that ended because their logits were NaN or infinite
+    dropped: Counter[str] = field(default_factory=Counter)  # unverified blocks, by cause
+    unrequested: int = 0  # blocks for unopened sessions or from drafters that are not assigned
+    rebased: int = 0  # late blocks reused from the target's current length on
+    accepted_tokens: int = 0  # accepted draft tokens
+    wasted_tokens: int = 0  # draft tokens of well-formed blocks, once certain not to be accepted
+    known_tokens: int = 0  # committed tokens fed, including recomputed ones
+    step_s: float = 0.0  # total seconds in steps
+    idle_s: float = 0.0  # total seconds with sessions but without a step, usually waiting for blocks
+    nonfinite: int = 0  # sessions ended by NaN or infinite logits
 
     def drop(self, cause: str, block: Block) -> None:
         """Counts a block that will not be verified."""
@@ -34,25 +34,25 @@ class TargetCounts:
 
 
 class BlockBuffer:
-    """Waiting blocks of one session by (base_len, prefix_hash), at most `limit`."""
+    """Waiting blocks of one session, at most `limit`, by (base_len, prefix_hash)."""
 
     def __init__(self, limit: int, counts: TargetCounts) -> None:
-        self.ready_since = 0.0  # arrival time of the ready block, in seconds
+        self.ready_since = 0.0  # arrival time of the ready block
         self._limit = limit
         self._counts = counts
         self._blocks: dict[tuple[int, int], Block] = {}
-        self._unsettled = 0  # tokens stored, replaced versions included, not yet counted as accepted or wasted
+        self._unsettled = 0  # stored tokens, including replaced versions, not yet counted as accepted or wasted
 
     def ready(self, prefix: Prefix) -> Block | None:
-        """Returns the block for exactly this prefix, which may go into a step now, or None."""
+        """Returns the block for exactly this prefix, or None."""
         return self._blocks.get((prefix.length, prefix.hash)) if self._blocks else None
 
     def take(self, base_len: int, prefix_hash: int) -> None:
-        """Removes the block that was verified for this prefix."""
+        """Removes the verified block of this prefix."""
         del self._blocks[base_len, prefix_hash]
 
     def place(self, block: Block, request: Open, prefix: Prefix, now: float) -> None:
-        """Stores a block until its prefix is decided; drops and counts one that can never be verified."""
+        """Stores a block until its prefix is decided; drops and counts a block that can never be verified."""
         if block.base_len < prefix.length:
             late = block
             block = self._rebased(block, prefix) or block
@@ -69,12 +69,12 @@ class BlockBuffer:
             self.ready_since = now
 
     def move_on(self, prefix: Prefix, accepted: int, now: float) -> bool:
-        """Moves to the session's new prefix; returns True if a block for it has already arrived.
+        """Advances to the session's new prefix; returns True if its block has already arrived.
 
-        Keeps the block for this prefix and the usable rest of a late block. Drops the others, which assumed another
-        verdict or came too late. None can be for a later prefix, because a drafter drafts ahead of one verdict at a
-        time. `accepted` is the number of tokens accepted from the verified block, if any; other tokens that are not
-        kept count as wasted.
+        Keeps the block for this prefix and the usable rest of a late block. Drops all others, which assumed another
+        verdict or arrived too late. No block can be for a later prefix, because a drafter drafts ahead of only one
+        verdict at a time. `accepted` is the number of accepted tokens of the verified block; tokens neither accepted
+        nor kept count as wasted.
         """
         if not self._unsettled:
             return False
@@ -86,13 +86,13 @@ class BlockBuffer:
         return ready is not None
 
     def leave(self) -> None:
-        """Discards all blocks of a session that is over or begins again."""
+        """Discards all blocks of a session that has ended or is reopened."""
         self._counts.wasted_tokens += self._unsettled
         self._blocks.clear()
         self._unsettled = 0
 
     def _keep(self, prefix: Prefix, now: float) -> Block | None:
-        """Reduces the buffer to the block for this prefix and returns it, or None."""
+        """Reduces the buffer to the block for this prefix, and returns the block or None."""
         if not self._blocks:
             return None
         address = (prefix.length, prefix.hash)
@@ -112,26 +112,28 @@ class BlockBuffer:
         return ready
 
     def _unfit(self, block: Block, request: Open, prefix: Prefix) -> str | None:
-        # A verdict commits one token after its block; a block that leaves it no position needs pages past max_len.
+        # A verdict commits one token after the block. A block without space for that token would need pages beyond
+        # max_len.
         beyond_end = block.base_len + block.size >= request.max_len
         if block.size > request.draft_tokens or beyond_end:
             return "too_long"
         stored = self._blocks.get((block.base_len, block.prefix_hash))
         if stored is not None:
-            # A better version replaces a block, except under rejection sampling: there no choice may depend on tokens.
+            # A newer version replaces a block, except under rejection sampling, where the choice must not depend on
+            # tokens.
             needs_probs = request.acceptance is Acceptance.REJECTION and not request.sampling.greedy
             return "duplicate" if needs_probs or stored == block else None
-        if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # a block for this prefix always fits
+        if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # the current block always fits
             return "buffer_full"
         if block.base_len == prefix.length and block.prefix_hash != prefix.hash:
             return "other_prefix"
         return None
 
     def _rebased(self, block: Block, prefix: Prefix) -> Block | None:
-        """Returns the part of a late block that follows the tokens decided since, or None if no part is usable.
+        """Returns the part of a late block after the newly committed tokens, or None if no part is usable.
 
-        This is exact under rejection sampling too. Given the committed tokens, the rest is distributed by the
-        probabilities that were sent, and neither its use nor its length depends on its tokens.
+        This remains exact under rejection sampling. Given the committed tokens, the rest is still distributed according
+        to draft_probs, and neither its use nor its length depends on its tokens.
         """
         if not prefix.matches(block.base_len, block.prefix_hash):
             return None
@@ -147,23 +149,23 @@ def _is_for(block: Block, prefix: Prefix) -> bool:
     return block.base_len == prefix.length and block.prefix_hash == prefix.hash
 
 
-MAX_ENDED_SESSIONS = 4096  # ended sessions remembered, so that their late blocks are dropped at once
+MAX_ENDED_SESSIONS = 4096  # number of ended sessions kept, to drop their late blocks at once
 
 
 @dataclass(frozen=True, slots=True)
 class BufferLimits:
-    """Bounds on waiting messages."""
+    """Limits on waiting messages."""
 
-    blocks: int = 64  # most blocks per session
+    blocks: int = 64  # maximum blocks per session
     age_s: float = 30.0
-    sessions: int = 1024  # most sessions per drafter
-    bytes: int = 16 << 20  # most bytes per drafter
-    all_bytes: int = 256 << 20  # most bytes over all drafters, since a peer may use many names
+    sessions: int = 1024  # maximum sessions per drafter
+    bytes: int = 16 << 20  # maximum bytes per drafter
+    all_bytes: int = 256 << 20  # maximum bytes over all drafters, because a peer may use many names
 
 
 @dataclass
 class Waiting:
-    """Messages of one drafter for one session."""
+    """Buffered messages of one drafter for one session."""
 
     since: float
     drafter: str
@@ -173,17 +175,17 @@ class Waiting:
 
 
 class OrphanBuffer:
-    """All messages that wait for an Open; drops and counts those beyond the limits and those that expire."""
+    """Messages that precede their session's Open; drops and counts messages that exceed the limits or expire."""
 
     def __init__(self, limits: BufferLimits, counts: TargetCounts) -> None:
         self._limits = limits
         self._counts = counts
-        self._waiting: OrderedDict[tuple[str, str], Waiting] = OrderedDict()  # by session and drafter, oldest first
+        self._waiting: OrderedDict[tuple[str, str], Waiting] = OrderedDict()  # by (session, drafter), oldest first
         self._drafters: defaultdict[str, list[str]] = defaultdict(list)  # drafters by session, in order of arrival
         self._sessions: defaultdict[str, dict[str, None]] = defaultdict(dict)  # session names by drafter
         self._bytes: Counter[str] = Counter()  # bytes of waiting blocks, by drafter
         self._all_bytes = 0
-        self._ended: OrderedDict[str, None] = OrderedDict()  # most recently ended sessions
+        self._ended: OrderedDict[str, None] = OrderedDict()  # recently ended sessions
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -193,7 +195,7 @@ class OrphanBuffer:
             waiting.attach = attach
 
     def detach(self, drafter: str, session: str) -> None:
-        """Drops the Attach of a drafter that left the session before it was opened here."""
+        """Drops the Attach of a drafter that left the session before its Open arrived."""
         if waiting := self._waiting.get((session, drafter)):
             waiting.attach = None
 
@@ -212,12 +214,12 @@ class OrphanBuffer:
         self._all_bytes += size
 
     def take(self, session: str) -> list[Waiting]:
-        """Returns the messages that waited for a session that is now open, by drafter, in order of arrival."""
+        """Removes and returns the messages of a newly opened session, by drafter, in order of arrival."""
         self._ended.pop(session, None)
         return [self._remove(session, drafter) for drafter in list(self._drafters.get(session, ()))]
 
     def ended(self, session: str) -> None:
-        """Records that a session is over, so that its further blocks are dropped instead of kept for an Open."""
+        """Records the end of a session, so that its late blocks are dropped instead of buffered."""
         self._ended[session] = None
         if len(self._ended) > MAX_ENDED_SESSIONS:
             self._ended.popitem(last=False)
@@ -227,7 +229,7 @@ class OrphanBuffer:
             self._discard(self._remove(session, drafter), "drafter_gone")
 
     def next_expiry(self) -> float | None:
-        """Returns the time of the next expiry; None if nothing waits."""
+        """Returns the time of the next expiry; None if the buffer is empty."""
         oldest = next(iter(self._waiting.values()), None)
         return oldest.since + self._limits.age_s if oldest is not None else None
 
@@ -236,7 +238,9 @@ class OrphanBuffer:
             self._discard(self._remove(*next(iter(self._waiting))), "expired")
 
     def _place_of(self, session: str, drafter: str, now: float) -> Waiting | None:
-        """Returns this drafter's queue for the session, created if needed; None at the drafter's limit of sessions."""
+        """Returns the drafter's queue for the session, created if needed; None if the drafter has reached its session
+        limit.
+        """
         waiting = self._waiting.get((session, drafter))
         if waiting is not None:
             return waiting
@@ -248,7 +252,7 @@ class OrphanBuffer:
         return self._waiting[session, drafter]
 
     def _remove(self, session: str, drafter: str) -> Waiting:
-        """Removes a queue from every index, and the drafter's and session's entries if they are then empty."""
+        """Removes a queue from all indices, and index entries that become empty."""
         waiting = self._waiting.pop((session, drafter))
         self._drafters[session].remove(drafter)
         if not self._drafters[session]:

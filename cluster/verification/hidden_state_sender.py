@@ -1,12 +1,12 @@
-"""Sends hidden states to drafters: a few with each verdict, all others separately, as read from pages.
+"""Sends hidden states to drafters: small amounts with verdicts, the rest on a separate stream.
 
-Pages serve as the queue. States are read from them only when a drafter's window has capacity, so nothing waits in
-memory, and unsent states stay in the pages. Pure; the engine reads the pages.
+The cache pages serve as the queue: unsent states stay there and are read only when a drafter's window has capacity.
+Pure; the engine reads the pages.
 
-If pages keep no states, those of the latest step are sent before the next step, and earlier ones that a drafter lacks
-are recomputed: the cache is a prefix, so the session is rolled back to the first position that is missing. A drafter
-without states may report how late in the text they may begin, which bounds the recomputation. If a drafter twice has no
-capacity for the states of the same tokens, they are not sent to it until it attaches again.
+If pages keep no states, the states of the latest step are sent before the next step. Missing earlier states are
+recomputed by a rollback of the session to the first missing position. A drafter without states can announce the latest
+acceptable start, which limits the recomputation. If a drafter lacks capacity twice for the states of the same tokens,
+its feed stops until it attaches again.
 """
 
 from collections import Counter
@@ -23,19 +23,19 @@ MAX_TRIES = 2
 
 
 class StateRecompute:
-    """Tracks which states of a target's sessions can be read, where pages keep none.
+    """Tracks readable hidden states if pages keep none.
 
     The engine holds the rows of the latest step until the next one.
     """
 
     def __init__(self, page_size: int) -> None:
-        self.again = 0  # tokens that were recomputed for their states
-        self.lost = 0  # feeds ended because their drafter had no capacity for recomputed states
+        self.again = 0  # number of tokens recomputed for their states
+        self.lost = 0  # number of feeds stopped for lack of capacity at the drafter
         self._page_size = page_size
-        self._reads: dict[str, StateRead] = {}  # readable states of the latest step, by session
+        self._reads: dict[str, StateRead] = {}  # readable states, by session
 
     def step_made(self, rows: Sequence[tuple[TargetSequence, Row]], decided: Mapping[str, Outcome]) -> None:
-        """Replaces the readable states by those of this step."""
+        """Replaces the readable states with those of this step."""
         self._reads = {}
         for session, row in rows:
             path = decided[row.session].path if row.decide else ()
@@ -48,7 +48,7 @@ class StateRecompute:
                 feed.tries += 1
 
     def end(self, session: str, first: int) -> int:
-        """Returns the end of the states that can be read from position `first` on; `first` if there are none."""
+        """Returns the end of the readable states from position `first` on; `first` if none are readable."""
         read = self._reads.get(session)
         return max(first, read.end) if read is not None and read.first <= first else first
 
@@ -57,32 +57,32 @@ class StateRecompute:
         return read.slots[first - read.first : end - read.first]
 
     def begin(self, session: TargetSequence, feed: StateFeed) -> None:
-        """Moves a feed's start to the first readable state, or to the latest start that its drafter accepts.
+        """Moves a feed's start to the first readable state, but not beyond the latest start that its drafter accepts.
 
-        Does nothing if the drafter accepts no later start or all states that it lacks are readable.
+        Does nothing if the drafter accepts no later start or all missing states are readable.
         """
         if feed.begin_by > feed.sent and not self._are_there(session, feed.sent):
             feed.begin(max(feed.sent, min(feed.begin_by, self._first_there(session))))
 
     def rewind(self, sessions: Iterable[TargetSequence]) -> None:
-        """Rolls back sessions whose drafters lack states that cannot be read. Call it before a step is planned."""
+        """Rolls back sessions whose drafters lack unreadable states. Call this before planning a step."""
         for session in sessions:
             feed = session.live_feed
             if feed is None:
                 continue
             if session.exchange.is_paused:
-                feed.tries = 0  # nothing is sent because nothing is requested
+                feed.tries = 0  # no states are sent because no blocks are requested
                 continue
             self.begin(session, feed)
             if not self._are_there(session, feed.sent):
                 self._roll_back(session, feed)
 
     def _are_there(self, session: TargetSequence, first: int) -> bool:
-        """Returns True if the states of all cached tokens from position `first` on can be read."""
+        """Returns True if the states of all cached tokens from position `first` on are readable."""
         return self.end(session.open.session, first) >= session.cache.length
 
     def _first_there(self, session: TargetSequence) -> int:
-        """Returns the first position from which the states of all cached tokens can be read."""
+        """Returns the first position from which the states of all cached tokens are readable."""
         read = self._reads.get(session.open.session)
         return session.cache.length if read is None or read.end < session.cache.length else read.first
 
@@ -95,14 +95,14 @@ class StateRecompute:
         session.cache.length = feed.sent
 
 
-RIDE_BYTES = 256 << 10  # most bytes of earlier tokens' states sent with a verdict: 2 ms at 1 Gbit/s
-WINDOW_BYTES = 4 << 20  # most unacknowledged bytes per drafter: 3 ms at 10 Gbit/s, more than a round trip
-UNKEPT_WINDOW_BYTES = 64 << 20  # the same bound if pages keep no states
+RIDE_BYTES = 256 << 10  # maximum bytes of earlier states per verdict: 2 ms at 1 Gbit/s
+WINDOW_BYTES = 4 << 20  # maximum unacknowledged bytes per drafter: 3 ms at 10 Gbit/s, longer than a round trip
+UNKEPT_WINDOW_BYTES = 64 << 20  # the same limit if pages keep no states
 
 
 @dataclass(frozen=True, slots=True)
 class _Lack:
-    """States that a session's drafter lacks and that can be read now."""
+    """Readable states that a session's drafter lacks."""
 
     session: TargetSequence
     feed: StateFeed
@@ -114,10 +114,10 @@ class _Lack:
 
 
 class HiddenStateSender:
-    """Sends drafters the hidden states of all sessions of a target; sends nothing if `layout` is None.
+    """Sends the hidden states of all sessions to drafters; disabled if `layout` is None.
 
-    `is_kept`: pages next to the cache keep the states. `ride_bytes` limits the states of earlier tokens sent with a
-    verdict; `window_bytes` limits a drafter's unacknowledged states.
+    `is_kept` is True if pages next to the cache keep the states. `ride_bytes` limits the earlier states sent with a
+    verdict, and `window_bytes` the unacknowledged states per drafter.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class HiddenStateSender:
         ride_bytes: int | None = None,
         window_bytes: int | None = None,
     ) -> None:
-        self.rows: Counter[str] = Counter()  # rows sent, by way: `verdict` or `apart`
+        self.rows: Counter[str] = Counter()  # number of rows sent, by channel: `verdict` or `apart`
         self.fresh = None if is_kept else StateRecompute(admission.pages.page_size)
         self._layout = layout
         self._admission = admission
@@ -139,7 +139,7 @@ class HiddenStateSender:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows and bytes sent with verdicts and apart; if pages keep none, also recomputed tokens and lost feeds."""
+        """Rows and bytes sent by channel; if pages keep no states, also recomputed tokens and stopped feeds."""
         row_bytes = self._layout.row_bytes if self._layout is not None else 0
         rows = {way: self.rows[way] for way in ("verdict", "apart")}
         counts = {**rows, **{f"{way}_bytes": count * row_bytes for way, count in rows.items()}}
@@ -148,12 +148,12 @@ class HiddenStateSender:
     # ------------------------------------------------------------ steps
 
     def before_step(self) -> None:
-        """Prepares feeds before a step is planned; does nothing if states are kept."""
+        """Prepares feeds before a step is planned; no-op if pages keep states."""
         if self.fresh is not None:
             self.fresh.rewind(self._admission.running.values())
 
     def step_made(self, rows: Sequence[tuple[TargetSequence, Row]], decided: Mapping[str, Outcome]) -> None:
-        """Makes the step's states readable for the sessions that are still open."""
+        """Makes the step's states readable for sessions that are still open."""
         if self.fresh is not None and rows:
             running = self._admission.running
             self.fresh.step_made([each for each in rows if running.get(each[1].session) is each[0]], decided)
@@ -161,7 +161,7 @@ class HiddenStateSender:
     # ------------------------------------------------------------ messages from drafters
 
     def attached(self, session: TargetSequence, drafter: str, attach: Attach) -> None:
-        """Starts a feed of the states that the attaching drafter lacks, if it reads any."""
+        """Starts a feed of missing states to a newly attached drafter, if it reads hidden states."""
         first = attach.states_from
         if first is None or self._layout is None:
             session.feed = None
@@ -171,7 +171,7 @@ class HiddenStateSender:
     def acked(self, peer: str, ack: StatesAck) -> None:
         """Records an acknowledgement of states.
 
-        Ignores other drafters' acknowledgements, and positions that were not sent.
+        Ignores acknowledgements of other drafters, and of positions that were not sent.
         """
         session = self._admission.find(ack.session)
         feed = session.live_feed if session is not None else None
@@ -181,7 +181,7 @@ class HiddenStateSender:
     # ------------------------------------------------------------ with verdicts
 
     def to_ride(self, session: TargetSequence, row: Row) -> tuple[int, ...]:
-        """Returns the slots whose states the row's outcome should contain; none if there are too many."""
+        """Returns the slots whose states the row's outcome should contain; empty if there are too many states."""
         feed = session.live_feed
         if self._layout is None or feed is None or session.exchange.is_paused or not row.decide:
             return ()
@@ -193,9 +193,9 @@ class HiddenStateSender:
     def with_states(
         self, session: TargetSequence, row: Row, outcome: Outcome, news: list[Verdict | DraftRequest]
     ) -> list[Verdict | States | DraftRequest]:
-        """Inserts the states that go with a verdict between the verdict and the next request.
+        """Inserts hidden states between a verdict and the next draft request.
 
-        Inserts none if the session is over.
+        Inserts none if the session has ended.
         """
         if not outcome.states or len(news) < 2:
             return [*news]
@@ -204,23 +204,23 @@ class HiddenStateSender:
     def _riding(self, session: TargetSequence, row: Row, outcome: Outcome) -> list[States]:
         """Returns the states to send with a verdict.
 
-        Returns none while earlier states are under way on the states stream, because these would overtake them, or if
-        the drafter has attached again meanwhile and lacks other states.
+        Returns none while earlier states are in flight on the states stream, because these would overtake them. Also
+        returns none if the drafter has reattached and lacks other states.
         """
         feed = session.live_feed
         if feed is None or not feed.sent == feed.acked == row.states_from:
             return []
         messages = list(self._messages(session, feed.sent, outcome.states))
         feed.went_out(messages[-1].end)
-        feed.acked = feed.sent  # breaks of the verdict stream are noticed, so these need no acknowledgement
+        feed.acked = feed.sent  # a broken verdict stream is detected, so these need no acknowledgement
         self.rows["verdict"] += feed.sent - row.states_from
         return messages
 
     # ------------------------------------------------------------ apart from verdicts
 
     def next_read(self) -> StateRead | None:
-        """Returns the states to read from pages now: those of the session that lacks fewest, so that decoding does not
-        wait for prompts.
+        """Returns the next states to read from pages. The session with the fewest missing states comes first, so that
+        decoding does not wait for prompts.
         """
         layout = self._layout
         if layout is None:
@@ -239,7 +239,7 @@ class HiddenStateSender:
         return StateRead(name, first, self._slots(lack.session, first, end))
 
     def sent(self, read: StateRead, rows: bytes) -> list[Send]:
-        """Returns the messages for states that were read, unless their drafter has gone or the session has changed."""
+        """Returns the messages for states read from pages, unless the drafter has gone or the session has changed."""
         session = self._admission.find(read.session)
         feed = session.live_feed if session is not None else None
         if session is None or feed is None or feed.sent != read.first or read.end > session.cache.length:
@@ -280,11 +280,11 @@ class HiddenStateSender:
 
     def _messages(self, session: TargetSequence, first: int, rows: bytes) -> Iterator[States]:
         layout = self._layout
-        assert layout is not None, "states come from an engine that captures them"
+        assert layout is not None, "the engine captures no hidden states"
         size = layout.row_bytes * layout.rows_in_message
         for at in range(0, len(rows), size):
             part = rows[at : at + size]
             begin = first + at // layout.row_bytes
             prefix_hash = session.prefix.hash_at(begin + len(part) // layout.row_bytes)
-            assert prefix_hash is not None, "states are of committed tokens"
+            assert prefix_hash is not None, "states extend beyond the committed tokens"
             yield States(session.open.session, begin, prefix_hash, layout.dtype, layout.width, part)

@@ -1,15 +1,15 @@
-"""Schedules the steps of a target replica and turns their outcomes into verdicts.
+"""Schedules a target replica's steps and converts their outcomes to verdicts.
 
-NOTE on the algorithm. There is no separate decoding and verification phase. A session's row in a step holds the tokens
-that the cache lacks and, if one is ready, a draft block; one forward pass feeds both and decides at least one token.
-A session without a block takes part with a row of one token, so a drafter can make it faster and never block it.
+NOTE on the algorithm. Decoding and verification are the same operation. A session's row in a step contains the tokens
+missing from the cache and, if ready, a draft block. One forward pass feeds both and decides at least one token. A
+session without a block takes part with a row of one token, so drafters can speed it up but never block it.
 
-    plan    picks the sessions that are due, longest unserved first, up to the token budget, and reserves their pages
-    apply   commits the rows that were fed, decides each row, and learns from the step
+    plan    selects due sessions, longest unserved first, within the token budget, and reserves their pages
+    apply   commits the fed rows, decides each row, and updates statistics
 
-Messages take effect between the two (`receive`). A block is verified only for exactly the length and hash that it was
-drafted for, so a wrong or late one costs time, never a token. A step may wait for blocks that are worth more than the
-time (`StepDeadline`). The scheduler does no I/O and reads no clock; callers pass times in.
+Messages arrive between these calls (`receive`). A block is verified only at exactly its own length and hash, so a wrong
+or late block only costs time. A step may wait for blocks whose value exceeds the cost of the wait (`StepDeadline`). The
+scheduler does no I/O and reads no clock; callers pass times in.
 """
 
 import logging
@@ -58,27 +58,27 @@ from protos.prefix import Prefix
 
 log = logging.getLogger(__name__)
 
-STOPPING_MESSAGE = "this target replica is stopping"
-NO_AUDIT_MESSAGE = "requests are being served; audit later"
+STOPPING_MESSAGE = "this target replica is shutting down"
+NO_AUDIT_MESSAGE = "this target is serving requests; retry the audit later"
 NONFINITE_LOG_PERIOD_S = 60.0
 NONFINITE_MESSAGE = (
-    "the model computed NaN or infinite logits for this request, and would again: its weights overflow in model.dtype,"
-    " or a device is faulty; ask the operator, whose log names the replica"
+    "the model computed NaN or infinite logits for this request, and a retry would fail alike: the weights overflow in"
+    " model.dtype, or a device is faulty; ask the operator, whose log names the replica"
 )
 
 
 class StepDeadline:
-    """Computes when sessions and steps are due. Steps wait for blocks of silent drafters only as a probe."""
+    """Computes the due times of sessions and steps. Steps wait for silent drafters only as a probe."""
 
     def __init__(self, pacing: PacingPolicy, silent: SilentDrafters) -> None:
         self._pacing = pacing
         self._silent = silent
 
     def dues(self, sessions: Mapping[str, TargetSequence], load: Load) -> tuple[dict[str, float], float]:
-        """Returns when each session goes into a step, and when the next step begins if no further block arrives.
+        """Returns each session's due time, and the start of the next step if no further block arrives.
 
-        A session is due at once, unless it should skip steps until its block arrives. The step is held for awaited
-        blocks. Without sessions, its start is infinity.
+        A session is due at once unless it skips steps until its block arrives. The step is delayed for awaited blocks.
+        Without sessions, its start is infinity.
         """
         dues: dict[str, float] = {}
         awaited: list[TargetSequence] = []
@@ -104,7 +104,7 @@ class StepDeadline:
         return dues, first + self._pacing.hold_for_s(blocks, load)
 
     def _probe_s(self, session: TargetSequence, drafter: str, load: Load) -> float:
-        """Returns the seconds for which the session skips steps for the block of a silent drafter."""
+        """Returns the time, in seconds, that the session waits for the block of a silent drafter."""
         is_probed = session.exchange.request.hold_step and self._silent.is_probed(drafter)
         return load.step.non_speculative_s(load.sessions) if is_probed else 0.0
 
@@ -115,35 +115,37 @@ class VerificationLimits:
 
     vocabulary: int  # upper bound of token ids, exclusive
     max_context: int
-    max_sessions: int  # concurrent sessions in the cache; further ones queue
+    max_sessions: int  # maximum sessions in the cache; further sessions queue
     max_step_tokens: int
     pages: int = 4096  # number of pages in the cache
     page_size: int = 16  # positions per page
-    trees: bool = True  # whether the engine can verify draft trees
-    own_draws_only: bool = False  # whether the engine reports only its own draws, no probabilities
-    states: StatesFormat | None = None  # format of captured hidden states; None: not captured
-    keeps_states: bool = True  # whether the engine keeps hidden states next to the cache
-    ride_bytes: int | None = None  # most bytes of hidden states sent with a verdict; None: the default
-    window_bytes: int | None = None  # most unacknowledged bytes of hidden states per drafter; None: the default
+    trees: bool = True  # True if the engine can verify draft trees
+    own_draws_only: bool = False  # True if the engine reports only drawn tokens, without probabilities
+    states: StatesFormat | None = None  # format of captured hidden states; None: none are captured
+    keeps_states: bool = True  # True if the engine keeps hidden states next to the cache
+    ride_bytes: int | None = None  # maximum bytes of hidden states per verdict; None: the default
+    window_bytes: int | None = None  # maximum unacknowledged bytes of hidden states per drafter; None: the default
     max_queued: int = 1024
-    buffer: BufferLimits = BufferLimits()  # limits of blocks that wait for a prefix or for a session
+    buffer: BufferLimits = BufferLimits()  # limits on waiting blocks
 
     def fault_of(self, request: Open, pages: int) -> str:
-        """Returns why a request could never be served, or "" if it can; it needs `pages` pages at full length."""
+        """Returns an error message if the request can never be served, else ""; `pages` is its page count at full
+        length.
+        """
         if (highest := max(max(request.tokens), request.rival or 0, request.rules.highest_id)) >= self.vocabulary:
             return f"token id {highest} is outside the vocabulary of {self.vocabulary}"
         if request.max_len > self.max_context:
-            return f"max_len is {request.max_len}, the context holds {self.max_context} tokens"
+            return f"max_len is {request.max_len}, expected at most {self.max_context}, the target's context"
         if self.own_draws_only and request.acceptance is Acceptance.REJECTION and not request.sampling.greedy:
             return "acceptance is rejection, but this target only supports coupled; request coupled, or set a seed"
         if self.own_draws_only and request.scoring.prompt_top is not None:
-            return "prompt_logprobs, or echo with logprobs: this target tells scores of generated tokens alone"
+            return "this target scores only generated tokens; remove prompt_logprobs, or logprobs with echo"
         if pages > self.pages:
-            return f"max_len is {request.max_len}, the cache holds {self.pages * self.page_size} tokens"
+            return f"max_len is {request.max_len}, expected at most {self.pages * self.page_size}, the cache's size"
         return ""
 
     def unfit(self, block: Block) -> str | None:
-        """Returns why a block must be dropped for any session, or None."""
+        """Returns the cause if a block is invalid for every session, else None."""
         probs = block.tree.probs
         named = [block.tree.tokens, *(probs.token_ids if probs is not None else ())]
         if max(map(max, named)) >= self.vocabulary:
@@ -154,21 +156,21 @@ class VerificationLimits:
 
 
 class DraftQualityMonitor:
-    """Monitors the drafters of one target replica."""
+    """Monitors draft quality on one target replica."""
 
     def __init__(self) -> None:
         self.acceptance = AcceptanceStats()
-        self.desyncs = 0  # Resyncs sent to drafters because their blocks became bad
+        self.desyncs = 0  # number of Resyncs sent to drafters after a collapse
         self._suspects = Suspects()
 
     def attached(self, session: TargetSequence, drafter: str) -> None:
-        """Records that a drafter begins to draft for the session, for the first time or again."""
+        """Records the attachment of a drafter to the session, for the first time or again."""
         session.watch = session.watch.attached(self._suspects.usual(peer_of(drafter)))
 
     def block_verified(self, session: TargetSequence, length: int, requested: int, accepted: int) -> Collapse | None:
-        """Records a block of up to `requested` tokens after `length` tokens; returns a collapse to report, or None."""
+        """Records a verified block after `length` tokens; returns a collapse to report, or None."""
         if session.drafter is None:
-            return None  # the drafter has left the session
+            return None  # the drafter has left
         drafter = peer_of(session.drafter)
         self.acceptance.block_verified(drafter, kind_of(length, session.cache.initial > 0), requested, accepted)
         self._suspects.block(drafter, accepted)
@@ -184,42 +186,42 @@ class DraftQualityMonitor:
 
 @dataclass(frozen=True, slots=True)
 class TargetActivity:
-    """A replica's current state and its counts since startup."""
+    """Current state of a replica, and its counts since startup."""
 
     running: int
     queued: int
-    cache: float  # share of the pages that sessions hold
-    non_speculative_rate: float  # measured tokens per second of non-speculative decoding
-    gain: float  # throughput with speculation over `non_speculative_rate`
+    cache: float  # share of pages held by sessions
+    non_speculative_rate: float  # measured throughput of non-speculative decoding, in tokens per second
+    gain: float  # throughput with speculation divided by `non_speculative_rate`
     speculates: bool
     chosen: Mapping[int, int]  # number of draft requests, by draft length
-    blocks_timed: int  # number of blocks that arrived after their request
-    block_delay_s: float  # sum of their delays since the requesting verdicts, in seconds
-    prefix_tokens: int  # tokens of sessions at their admission to the cache
-    prefix_hits: int  # tokens among `prefix_tokens` that were already cached
+    blocks_timed: int  # number of blocks with a measured delay
+    block_delay_s: float  # total delay of these blocks after their verdicts, in seconds
+    prefix_tokens: int  # number of tokens of sessions at admission to the cache
+    prefix_hits: int  # number of cached tokens among `prefix_tokens`
 
 
 class TargetReporter:
-    """Reports on one replica's sessions. Autoscaling reports omit audits, which do not justify more replicas."""
+    """Reports a replica's load. Autoscaling reports omit audits, which do not justify more replicas."""
 
     def __init__(self, limits: VerificationLimits, admission: Admission, controller: SpeculationController) -> None:
         self._limits = limits
         self._admission = admission
         self._controller = controller
         self._growth = CounterDeltas()
-        self._first_tokens = 0  # number of sessions that got their first token
-        self._first_token_s = 0.0  # total time to these first tokens, in seconds
+        self._first_tokens = 0  # number of sessions with a first token
+        self._first_token_s = 0.0  # total time to first token of these sessions, in seconds
 
     def deciding(self, session: TargetSequence, now: float) -> None:
-        """Records the time from a session's Open here to its first token; call it before each decision."""
+        """Records a session's time to first token, from the arrival of its Open; call this before each decision."""
         if not session.committed_at and not session.open.audit:
             self._first_tokens += 1
             self._first_token_s += now - session.opened_s
 
     def report(self, step_s: float, idle_s: float, now: float) -> TargetReport:
-        """Returns the report on the time since the previous one.
+        """Returns the report for the time since the previous one.
 
-        `step_s` and `idle_s` are the total seconds so far, in steps and idle; `now` is in seconds.
+        `step_s` and `idle_s` are cumulative seconds in steps and idle; `now` is in seconds.
         """
         grown = self._growth.of(step=step_s, idle=idle_s, first=self._first_tokens, first_s=self._first_token_s)
         running = [session for session in self._admission.running.values() if not session.open.audit]
@@ -243,7 +245,7 @@ class TargetReporter:
         )
 
     def activity(self) -> TargetActivity:
-        """Returns the replica's activity for monitoring, audits included."""
+        """Returns the replica's activity, including audits, for monitoring."""
         load = self._controller.load
         return TargetActivity(
             running=len(self._admission.running),
@@ -260,14 +262,14 @@ class TargetReporter:
         )
 
     def _backlog_s(self, unread: list[TargetSequence]) -> float:
-        """Returns the seconds that full steps would take to feed the prompts of these sessions."""
+        """Returns the duration of full steps to feed the prompts of these sessions, in seconds."""
         tokens = sum(session.prefix.length - session.cache.length for session in unread)
         step_tokens = self._limits.max_step_tokens
         return tokens / step_tokens * self._controller.load.step.drafts_s(1, step_tokens)
 
 
 class VerificationScheduler:
-    """Schedules all sessions of one target replica; without `memory`, it allocates the pages itself."""
+    """Schedules all sessions of a target replica; allocates pages itself unless `memory` is given."""
 
     def __init__(
         self,
@@ -290,18 +292,18 @@ class VerificationScheduler:
         self.feeds = HiddenStateSender(
             limits.states, self.admission, limits.keeps_states, limits.ride_bytes, limits.window_bytes
         )
-        self.is_leaving = False  # if True, new sessions are refused
-        self._early = OrphanBuffer(limits.buffer, self.counts)  # messages for sessions that are not open yet
+        self.is_leaving = False  # True: refuse new sessions
+        self._early = OrphanBuffer(limits.buffer, self.counts)  # messages for unopened sessions
         self._in_step: list[tuple[TargetSequence, Row]] = []
-        self._moves: list[SlotMove] = []  # moves of the latest step's accepted nodes, made before other cache changes
-        self._step_shape = StepShape(0, 0, 0)  # shape of the latest step that had rows
-        self._free_since = 0.0  # start of idle time: end of the latest step, or a later first Open
+        self._moves: list[SlotMove] = []  # moves of the latest step's accepted nodes, due before other cache changes
+        self._step_shape = StepShape(0, 0, 0)  # shape of the latest step with rows
+        self._free_since = 0.0  # start of the idle time
         self._nonfinite_log_due = -math.inf
 
     # ------------------------------------------------------------ messages from peers
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
-        """Handles a message from a router's or a drafter's stream; returns the messages to send in response."""
+        """Handles a message from a router's or drafter's stream; returns the messages to send."""
         if isinstance(message, Open) and not self.admission.has_sessions:
             self._free_since = now
         match message:
@@ -322,13 +324,13 @@ class VerificationScheduler:
             case Hello():
                 self._hello(peer, message, now)
             case _:
-                raise AssertionError(f"nobody sends a target a {type(message).__name__}")
+                raise AssertionError(f"a target never receives a {type(message).__name__}")
         return []
 
     def gone(self, peer: str, now: float) -> None:
         """Handles a broken stream.
 
-        A router's sessions are forgotten. A drafter's sessions use the blocks that arrived, then continue without
+        Drops the sessions of a lost router. Sessions of a lost drafter use its received blocks, then continue without
         speculation.
         """
         self._silent.on_message(peer)
@@ -343,7 +345,7 @@ class VerificationScheduler:
     # ------------------------------------------------------------ routers
 
     def _hello(self, router: str, hello: Hello, now: float) -> None:
-        """Handles a router's new stream: drops the sessions of its earlier streams that the Hello does not list."""
+        """Handles a router's new stream: drops the router's sessions that the Hello does not list."""
         live = {(item.session, item.attempt) for item in hello.live}
         peer = peer_of(router)
         for session in self.admission:
@@ -355,13 +357,13 @@ class VerificationScheduler:
         self._admit(now)
 
     def _open(self, router: str, request: Open, now: float) -> list[Send]:
-        """Serves a session from its ledger; replaces an open one unless the request is older or from another router."""
+        """Opens or reopens a session; ignores older attempts and refuses other routers' sessions."""
         name = request.session
         existing = self.admission.find(name)
         if existing is not None and existing.router != router:
             self.refusals.note(router, "an Open of another router's session", name)
             return [(router, not_permitted(request))]
-        if self.is_leaving:  # not a failure: another target takes the session
+        if self.is_leaving:  # not a failure: another target can accept the session
             return [(router, _overloaded(request, STOPPING_MESSAGE)), (router, Leaving())]
         if refusal := self._refuse(request):
             return [(router, refusal)]
@@ -377,7 +379,7 @@ class VerificationScheduler:
         self.admission.waiting[name] = session
         self._admit(now)
         if name in self.admission.waiting:
-            self._decide_drafting(session)  # so that its drafter reads the prompt before the session is admitted
+            self._decide_drafting(session)  # lets the drafter read the prompt before admission
         for waiting in self._early.take(name):
             if waiting.attach is not None:
                 session.access.admit(waiting.drafter, waiting.attach.assignment_token)
@@ -387,7 +389,7 @@ class VerificationScheduler:
         return sends
 
     def _close(self, router: str, close: Close, now: float) -> None:
-        """Forgets a session, unless it is unknown, another router's, or a newer attempt."""
+        """Closes a session; ignores unknown sessions, other routers' sessions, and older attempts."""
         session = self.admission.find(close.session)
         if session is not None and session.router == router and session.open.attempt <= close.attempt:
             self._forget(close.session)
@@ -396,7 +398,7 @@ class VerificationScheduler:
     # ------------------------------------------------------------ drafters
 
     def _attach(self, drafter: str, attach: Attach, now: float) -> list[Send]:
-        """Attaches a drafter: sends it the tokens that it missed, the current request, and from now on all verdicts."""
+        """Attaches a drafter: sends it missing tokens and the current request, and subscribes it to verdicts."""
         session = self.admission.find(attach.session)
         if session is None:
             self._early.attach(drafter, attach, now)
@@ -417,7 +419,7 @@ class VerificationScheduler:
         return [(drafter, verdict), request]
 
     def _block(self, drafter: str, block: Block, now: float) -> None:
-        """Stores a block until its prefix is decided; drops and counts one that can never be verified."""
+        """Stores a block until its prefix is decided; drops and counts a block that can never be verified."""
         if cause := self._limits.unfit(block):
             self.counts.drop(cause, block)
             return
@@ -428,7 +430,7 @@ class VerificationScheduler:
             return
         if not session.access.admits(drafter):
             self.counts.unrequested += 1
-            if drafter not in session.access.replaced:  # otherwise sent before another drafter was assigned
+            if drafter not in session.access.replaced:  # a replaced drafter may have sent it before its replacement
                 self.refusals.note(drafter, "a Block for a session that it was not assigned", block.session)
             self.counts.drop("not_assigned", block)
             return
@@ -440,20 +442,20 @@ class VerificationScheduler:
         session.buffer.place(block, session.open, session.prefix, now)
 
     def _no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
-        """Records that the drafter has no block for this prefix, so that no step waits for it."""
+        """Records that the drafter has no block for a prefix, so that no step waits for it."""
         session = self.admission.find(no_draft.session)
         if session is None or not session.access.admits(drafter):
             return
         self._silent.on_message(drafter)
         if session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
             session.exchange.no_draft(no_draft.base_len)
-            if not session.in_step:  # during a step nothing waits for the answer, so its delay means nothing
-                self._note_answer(session, no_draft, 1, now)  # the answer takes as long as one token
+            if not session.in_step:  # during a step no one waits for the answer, so its delay is meaningless
+                self._note_answer(session, no_draft, 1, now)  # a NoDraft takes as long as one token
 
     def _detach(self, drafter: str, detach: Detach) -> None:
-        """Records that the drafter left the session, which continues without speculation.
+        """Detaches a drafter; the session continues without speculation.
 
-        Blocks that arrived stay valid.
+        Received blocks stay valid.
         """
         self._early.detach(drafter, detach.session)
         session = self.admission.find(detach.session)
@@ -474,7 +476,7 @@ class VerificationScheduler:
             self._decide_drafting(session)
 
     def _decide_drafting(self, session: TargetSequence) -> None:
-        """Decides the draft length of the drafter's next request."""
+        """Decides the session's next draft request."""
         limit = session.open.draft_tokens
         if limit > 0:
             sessions = max(1, len(self.admission.running))
@@ -483,9 +485,9 @@ class VerificationScheduler:
     # ------------------------------------------------------------ the planned end
 
     def leave(self) -> list[Send]:
-        """Refuses new sessions from now on and asks the routers of existing ones to move them.
+        """Starts the planned shutdown: refuses new sessions and asks routers to move existing ones.
 
-        Refuses audits at once, because no client waits for them.
+        Refuses running audits at once, because no client waits for them.
         """
         self.is_leaving = True
         refusals = self._refuse_open(self._audits(), STOPPING_MESSAGE)
@@ -493,19 +495,19 @@ class VerificationScheduler:
         return [*refusals, *((router, Leaving()) for router in routers)]
 
     def refuse_rest(self) -> list[Send]:
-        """Refuses all sessions that routers have not moved in time."""
+        """Refuses all remaining sessions after the drain time."""
         return self._refuse_open(list(self.admission), STOPPING_MESSAGE)
 
     @property
     def has_left(self) -> bool:
-        """True if the replica is leaving and no session is left."""
+        """True if the replica is leaving and has no sessions."""
         return self.is_leaving and not self.admission.has_sessions
 
     def _audits(self) -> list[TargetSequence]:
         return [session for session in self.admission if session.open.audit]
 
     def _refuse_open(self, sessions: list[TargetSequence], why: str) -> list[Send]:
-        """Forgets open sessions and returns their refusals, after which routers open them elsewhere or later."""
+        """Drops open sessions and returns their refusals; routers then reopen them elsewhere or later."""
         for session in sessions:
             self._forget(session.open.session)
         return [(session.router, _overloaded(session.open, why)) for session in sessions]
@@ -513,8 +515,8 @@ class VerificationScheduler:
     # ------------------------------------------------------------ the step
 
     def plan(self, now: float) -> StepPlan | None:
-        """Returns the step to compute now, or None if nothing is due (see `next_due`)."""
-        assert not self._in_step, "a step is planned while another is under way"
+        """Returns the step to execute now, or None if nothing is due (see `next_due`)."""
+        assert not self._in_step, "the previous step must be applied first"
         self._early.expire(now)
         self.feeds.before_step()
         copies: list[PageCopy] = []
@@ -533,16 +535,16 @@ class VerificationScheduler:
         return StepPlan(closes, opens, rows, tuple(copies), moves)
 
     def next_due(self) -> float | None:
-        """Returns the time of the next step or expiry if no message arrives before; None if nothing is pending."""
+        """Returns the time of the next step or expiry, unless a message arrives first; None if nothing is pending."""
         _, start = self._timing.dues(self.admission.running, self.controller.load)
         expiry = self._early.next_expiry()
         due = start if expiry is None else min(start, expiry)
         return due if due < math.inf else None
 
     def apply(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> list[Send]:
-        """Turns the engine's outcomes into verdicts: commits the fed rows, decides each row, learns from the step.
+        """Converts the engine's outcomes to verdicts, and updates statistics.
 
-        Messages for drafters come first, since a round waits for its drafter, not for its router.
+        Returns messages for drafters first, because the next round depends on the drafter, not on the router.
         """
         decided = {outcome.session: outcome for outcome in outcomes}
         to_drafters: list[Send] = []
@@ -550,14 +552,14 @@ class VerificationScheduler:
         self._commit_fed()
         for session, row in self._in_step:
             if self.admission.running.get(row.session) is not session:
-                continue  # closed or replaced while the engine computed
+                continue  # closed or replaced during the step
             session.cache.fed(row)
             session.waiting_since = now
             if row.decide and not decided[row.session].is_finite:
                 to_routers.append(self._end_nonfinite(session, now))
                 continue
             if not session.open.audit:
-                # Publish before deciding: the session may end now, and its cached pages stay useful.
+                # Publish before deciding: the session may end here, but its cached pages stay useful.
                 cached_len = min(session.cache.length, session.prefix.length)
                 self._pages.publish(row.session, session.prefix.tokens, cached_len)
             if row.decide:
@@ -578,37 +580,37 @@ class VerificationScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """True if there is no session, no waiting message, and nothing pending for the engine."""
+        """True if there are no sessions, no buffered messages, and no pending changes for the engine."""
         return self.admission.is_empty and not self._early and not self._in_step
 
     def report(self, now: float) -> TargetReport:
-        """Returns the autoscaling report on the time since the previous one."""
+        """Returns the autoscaling report for the time since the previous one."""
         return self.reporter.report(self.counts.step_s, self.counts.idle_s, now)
 
     def load(self) -> dict[str, float]:
-        """Returns the number of sessions in the cache, without audits, and in the queue."""
+        """Returns the number of sessions in the cache (without audits) and in the queue."""
         running = sum([not session.open.audit for session in self.admission.running.values()])
         return {"sessions": float(running), "queued": float(len(self.admission.waiting))}
 
     @property
     def pages(self) -> dict[str, int]:
-        """Pages of the cache: the `total`, and those `held` by sessions now; the others are free or evictable."""
+        """Cache pages: `total`, and `held` by sessions; the others are free or evictable."""
         return {"total": self._limits.pages, "held": self._limits.pages - self._pages.available}
 
     @property
     def is_drafted_for(self) -> bool:
-        """True if blocks were requested for the latest step, so that its drafters, if any, were at work."""
+        """True if blocks were requested for the latest step."""
         return self._step_shape.is_drafted_for
 
     # ------------------------------------------------------------ helpers
 
     def _fill_step(self, dues: Mapping[str, float], now: float) -> list[PageCopy]:
-        """Adds the sessions that are due to the step, longest unserved first, up to the token budget."""
+        """Adds due sessions to the step, longest unserved first, within the token budget."""
         budget = self._limits.max_step_tokens
         copies: list[PageCopy] = []
         in_step: set[str] = set()
         for name in list(self.admission.order):
-            session = self.admission.running.get(name)  # None: preempted by an earlier session in this loop
+            session = self.admission.running.get(name)  # None: preempted earlier in this loop
             if session is None or budget <= 0 or dues[name] > now:
                 continue
             row = session.row(budget)
@@ -627,7 +629,7 @@ class VerificationScheduler:
         return copies
 
     def _commit_fed(self) -> None:
-        """Replaces the planned rows by those that the engine fed."""
+        """Replaces planned rows with the rows that the engine fed."""
         fed = _as_fed(self._in_step, self._pages)
         if fed != self._in_step:
             self._step_shape = _shape_of(fed, self.admission.running.values())
@@ -637,14 +639,14 @@ class VerificationScheduler:
         """Updates hidden-state feeds, silent drafters and the speculation controller after a step."""
         self.feeds.step_made(self._in_step, decided)
         self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
-        if self._in_step:  # otherwise the step only opened and closed sessions
+        if self._in_step:  # a step without rows only opens and closes sessions
             decoded = [decided[row.session] for _, row in self._in_step if not row.feeds_prompt]
             committed = sum(outcome.token_count for outcome in decoded)
             self.controller.step_made(self._step_shape, committed, seconds, now - self._free_since)
         self.counts.step_s += seconds
 
     def _decide(self, session: TargetSequence, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
-        """Applies a row's outcome; returns the messages for its drafter and its router."""
+        """Applies a row's outcome; returns the messages for the session's drafter and router."""
         request = session.open
         drafted = row.drafted
         room = max_draft_tokens(request, session.prefix.length)
@@ -667,17 +669,17 @@ class VerificationScheduler:
             news = self.feeds.with_states(session, row, outcome, session.for_drafter(verdict))
             sends += [(drafter, message) for message in news]
         if drafter is not None and collapse is not None and not collapse.is_resynced:
-            session.detach()  # until the drafter attaches again
+            session.detach()  # the drafter will attach again
             sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))
         if is_over:
             self._forget(request.session)
         return sends, (session.router, session.for_router(verdict, row, outcome))
 
     def _end_nonfinite(self, session: TargetSequence, now: float) -> Send:
-        """Ends a session whose logits are NaN or infinite; its router releases its drafter.
+        """Ends a session with NaN or infinite logits; its router releases its drafter.
 
-        No other session may read its cached pages. A retry elsewhere is useless: the same weights compute the same
-        logits.
+        Withdraws the session's pages from sharing. A retry on another target is useless, because the same weights
+        compute the same logits.
         """
         request = session.open
         self.counts.nonfinite += 1
@@ -685,7 +687,7 @@ class VerificationScheduler:
             self._nonfinite_log_due = now + NONFINITE_LOG_PERIOD_S
             log.error(
                 "ended session %r after %d tokens: its logits are NaN or infinite (%d sessions so far);"
-                " docs/troubleshooting.md says what to do",
+                " see docs/troubleshooting.md",
                 request.session,
                 session.prefix.length,
                 self.counts.nonfinite,
@@ -696,7 +698,7 @@ class VerificationScheduler:
         return session.router, Refusal(request.session, request.attempt, reason, NONFINITE_MESSAGE)
 
     def _block_shape(self, request: Open) -> Shape:
-        """Returns the shape of blocks that a session accepts."""
+        """Returns the block shape for a session."""
         return Shape.TREE if self._limits.trees and request.takes_trees else Shape.CHAIN
 
     def _refuse(self, request: Open) -> Refusal | None:
@@ -706,13 +708,11 @@ class VerificationScheduler:
         why = self._limits.fault_of(request, self.admission.pages.pages_for(request.max_len))
         if not why and len(self.admission.waiting) >= self._limits.max_queued:
             reason = RefusalReason.OVERLOADED
-            why = f"{len(self.admission.waiting)} sessions are queued already"
+            why = f"the queue is full with {len(self.admission.waiting)} sessions"
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
     def _note_answer(self, session: TargetSequence, answer: Block | NoDraft, tokens: int, now: float) -> None:
-        """Records an answer's delay, except for a block drafted ahead and for the drafter's first answer, which
-        includes reading the prompt.
-        """
+        """Records an answer's delay; ignores lookahead blocks, and a drafter's first answer, which includes prefill."""
         was_read = session.exchange.answer()
         delay_s = session.delay_of(answer, now)
         if delay_s is not None and was_read:
@@ -727,7 +727,7 @@ def _overloaded(request: Open, why: str) -> Refusal:
 def _verdict(
     session: TargetSequence, decision: Decision, outcome: Outcome, drafted: int, collapse: Collapse | None
 ) -> Verdict:
-    """Builds the part of a verdict that both router and drafter receive."""
+    """Builds the fields of a verdict common to router and drafter."""
     return Verdict(
         session.open.session,
         session.open.attempt,
@@ -745,14 +745,14 @@ def _verdict(
 
 
 def _as_fed(planned: list[tuple[TargetSequence, Row]], memory: SessionMemory) -> list[tuple[TargetSequence, Row]]:
-    """Replaces planned rows by the rows that were fed; drops those that were not fed, which are due again."""
+    """Replaces planned rows with fed rows; drops rows that were not fed, which remain due."""
     for session, _ in planned:
         session.in_step = False
     return [(session, row) for session, at_first in planned if (row := memory.fed(at_first)) is not None]
 
 
 def _shape_of(in_step: Sequence[tuple[TargetSequence, Row]], running: Collection[TargetSequence]) -> StepShape:
-    """Returns the shape of the step, by which the speculation controller interprets its duration."""
+    """Returns the shape of the step for the speculation controller."""
     prompts = [row for _, row in in_step if row.feeds_prompt]
     return StepShape(
         rows=len(in_step),

@@ -1,4 +1,4 @@
-"""A target replica's record of a session: committed tokens, waiting blocks, and the next row."""
+"""Target-side state of a session: committed tokens, waiting blocks, and the next row."""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -16,32 +16,32 @@ from protos.frozen import value
 from protos.messages import AssignmentToken, Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Verdict
 from protos.prefix import Prefix
 
-# Prompt tokens per step for audited or scored prompts. The step must be short, because a request that arrives during it
-# waits for its end, and because all logits of a scored row are in memory at once.
+# Maximum tokens per step in audits and for scored prompts. Audit steps must be short, because a request that arrives
+# during one waits for its end. Scored rows must be short, because all their logits are in memory at once.
 AUDIT_STEP_TOKENS = 64
-MISSED_ROUNDS = 4  # rounds without any block after which a block that was not waited for counts as missed too
+MISSED_ROUNDS = 4  # rounds without a block after which unawaited blocks count as missed, too
 
 
 @value
 class Decision:
-    """Result of a step for a session."""
+    """Result of a step for one session."""
 
-    base_len: int  # number of tokens before the decided ones
+    base_len: int  # number of tokens before the committed ones
     base_hash: int
     tokens: tuple[int, ...]
-    accepted: int  # number of tokens accepted from the block
+    accepted: int  # number of accepted draft tokens
     finish: Finish
 
 
 @dataclass(eq=False, slots=True)
 class StateFeed:
-    """Progress of a session's hidden states to a drafter that reads them. Lengths are in positions."""
+    """Progress of sending a session's hidden states to a drafter. Values are positions."""
 
     drafter: str
     sent: int
     acked: int  # position after the last acknowledged state
-    begin_by: int = 0  # latest position at which the feed may start; fixed if not after `sent`
-    tries: int = 0  # times that readable states could not be sent, if pages keep none
+    begin_by: int = 0  # latest acceptable start of the feed; at most `sent`: the start is fixed
+    tries: int = 0  # failed attempts to send readable states, if pages keep none
 
     def went_out(self, end: int) -> None:
         self.sent = end
@@ -49,37 +49,37 @@ class StateFeed:
         self.tries = 0
 
     def begin(self, first: int) -> None:
-        """Starts the feed at position `first`; earlier states are never sent."""
-        assert self.sent <= first <= self.begin_by, "the drafter has no use for states from there on"
+        """Starts the feed at position `first`; never sends earlier states."""
+        assert self.sent <= first <= self.begin_by, "`first` is outside the range that the drafter accepts"
         self.sent = first
         self.acked = first
 
 
 @dataclass(eq=False, slots=True)
 class CacheState:
-    """A session's part of the engine's cache."""
+    """State of a session's cache in the engine."""
 
     length: int = 0  # number of valid cached tokens
-    initial: int = 0  # tokens already cached when the session began
-    is_open: bool = False  # whether the engine has opened the session
-    displaced_from: int | None = None  # first position that is out of order until pending moves are made
+    initial: int = 0  # number of tokens already cached at admission
+    is_open: bool = False  # True once the session is queued for opening in the engine
+    displaced_from: int | None = None  # first position out of order before pending moves; None: all in order
 
     def enter(self, length: int) -> None:
-        """Records that the session gets its pages, with `length` tokens in them."""
+        """Records admission, with `length` tokens already cached."""
         self.length = length
-        if not self.is_open:  # otherwise it was preempted, and the pages are its own
+        if not self.is_open:  # a preempted session finds its own pages
             self.initial = length
 
     def fed(self, row: Row) -> None:
-        """Records a computed row. An engine with its own pages reports cached tokens only by the row's start."""
+        """Records a computed row. For an engine with its own pages, the row's start reveals the cached tokens."""
         if row.start > self.length == 0:
             self.initial = row.start
         self.length = row.start + len(row.tokens)
 
     def moves(self, row: Row, path: Sequence[int], page_size: int) -> list[SlotMove]:
-        """Returns the cache moves that bring a row's accepted nodes into order.
+        """Returns the slot moves that bring a row's accepted nodes into order.
 
-        Until they are made, the cache is in order only up to `row.base_len`.
+        Before these moves, the cache is in order only up to `row.base_len`.
         """
         moves = row.kept(path, page_size)
         self.displaced_from = row.base_len if moves else None
@@ -88,15 +88,15 @@ class CacheState:
 
 @dataclass(eq=False, slots=True)
 class DrafterAccess:
-    """Admits drafters to a session by the assignment tokens that they present."""
+    """Checks drafters' assignment tokens for a session."""
 
     open: Open
-    replaced: frozenset[str] = frozenset()  # drafters with earlier tokens, whose messages may still arrive
+    replaced: frozenset[str] = frozenset()  # earlier drafters, whose messages may still arrive
     _token: AssignmentToken | None = None  # token of the latest assignment
-    _holder: str | None = None  # drafter that presented this token
+    _holder: str | None = None  # drafter that presented `_token`
 
     def admit(self, drafter: str, token: AssignmentToken | None) -> bool:
-        """Returns True if the drafter may take part; a valid assignment token excludes drafters with earlier ones."""
+        """Returns True if the drafter may draft; a valid token excludes drafters with earlier tokens."""
         key = self.open.token_key
         if not key:
             return not self.open.audit
@@ -111,37 +111,37 @@ class DrafterAccess:
 
     @property
     def drafters(self) -> frozenset[str]:
-        """All drafters that presented a valid assignment token."""
+        """All drafters that have presented a valid assignment token."""
         return self.replaced if self._holder is None else self.replaced | {self._holder}
 
     def admits(self, drafter: str) -> bool:
-        """Returns True if messages from this drafter are accepted."""
+        """Returns True if the target accepts messages from this drafter."""
         return self._holder == drafter if self.open.token_key else not self.open.audit
 
 
 @dataclass(eq=False, slots=True)
 class DraftExchange:
-    """Requests and tokens sent to a session's drafter, and its answers."""
+    """State of the exchange with a session's drafter."""
 
-    request: DraftingDecision = DraftingDecision()  # current request to the drafter
-    sent_len: int = 0  # number of tokens sent to the drafter
-    is_paused: bool = False  # whether the latest request sent was for no tokens
-    has_answered: bool = False  # whether the drafter has answered since the latest verdict, in any way
-    no_draft_len: int = -1  # length for which the drafter has no block
-    _is_read: bool = False  # whether its drafter has ever answered: the first answer includes reading the prompt
+    request: DraftingDecision = DraftingDecision()  # current draft request
+    sent_len: int = 0  # number of tokens sent to the drafter so far
+    is_paused: bool = False  # True if the latest sent request was for 0 tokens
+    has_answered: bool = False  # True if the drafter has answered since the latest verdict
+    no_draft_len: int = -1  # text length of the latest NoDraft
+    _is_read: bool = False  # True after the drafter's first answer, whose delay includes prefill
 
     def attach(self, length: int) -> None:
-        """Records a drafter that is about to receive all `length` tokens and the current request."""
+        """Records a new drafter that will receive all `length` tokens and the current request."""
         self._is_read = False
         self.send(length)
 
     def send(self, length: int) -> None:
-        """Records that the drafter is sent the tokens up to `length` and the current request."""
+        """Records that tokens up to `length` and the current request are sent."""
         self.sent_len = length
         self.is_paused = not self.request.tokens
 
     def answer(self) -> bool:
-        """Records an answer; returns False for a drafter's first, whose delay includes reading the prompt."""
+        """Records an answer; returns False for the first answer, whose delay includes prefill."""
         was_read = self._is_read
         self._is_read = True
         self.has_answered = True
@@ -155,16 +155,16 @@ class DraftExchange:
 
 @dataclass(eq=False, slots=True)
 class TargetSequence:
-    """A session from its Open until it ends or is replaced."""
+    """A target's session, from its Open until it ends or is replaced."""
 
     open: Open
     router: str
     prefix: Prefix
     buffer: BlockBuffer
     access: DrafterAccess
-    shape: Shape = Shape.CHAIN  # block shape that the session accepts
+    shape: Shape = Shape.CHAIN  # block shape accepted for the session
     opened_s: float = 0.0
-    waiting_since: float = 0.0  # time since which only a missing block keeps the session out of a step
+    waiting_since: float = 0.0  # time since which the session could join a step
     cache: CacheState = field(default_factory=CacheState)
     drafter: str | None = None
     exchange: DraftExchange = field(default_factory=DraftExchange)
@@ -172,22 +172,22 @@ class TargetSequence:
     committed_at: deque[tuple[int, float]] = field(
         default_factory=lambda: deque(maxlen=8)
     )  # recent (length, time) pairs
-    in_step: bool = False  # whether it is in the step under way
-    answer: DraftAnswer = DraftAnswer.NOT_ASKED  # the drafter's answer for the latest row
+    in_step: bool = False  # True if it is part of the current step
+    answer: DraftAnswer = DraftAnswer.NOT_ASKED  # outcome of the draft request for the latest row
     watch: CollapseWatch = CollapseWatch()  # updated by the `DraftQualityMonitor`
-    feed: StateFeed | None = None  # hidden states for the drafter that attached last; updated by `HiddenStateSender`
+    feed: StateFeed | None = None  # hidden-state feed of the latest drafter; updated by `HiddenStateSender`
 
     @property
     def live_feed(self) -> StateFeed | None:
-        """The feed of hidden states, or None if its drafter has gone."""
+        """The hidden-state feed, or None if its drafter has left."""
         return self.feed if self.feed is not None and self.feed.drafter == self.drafter else None
 
     @property
     def may_share(self) -> bool:
         """True if the session may reuse cached pages of other sessions.
 
-        An audit must not, because it checks whether they were computed correctly. Scores of a prompt require that all
-        of it is computed.
+        Audits must not, because they check the correctness of computed pages. Prompt scores require computation of the
+        whole prompt.
         """
         return not self.open.audit and self.open.scoring.prompt_top is None
 
@@ -203,7 +203,7 @@ class TargetSequence:
 
     @property
     def awaited_drafter(self) -> str | None:
-        """The drafter asked for a block for the next row; None if it has answered that there is none."""
+        """The drafter expected to provide a block for the next row; None if no block is expected."""
         return self.drafter if self._wants_block else None
 
     @property
@@ -216,17 +216,17 @@ class TargetSequence:
 
     @property
     def missed_by(self) -> str | None:
-        """The drafter whose block was missing from the latest row, or None."""
+        """The drafter that missed the latest row, or None."""
         return self.drafter if self.answer is DraftAnswer.MISSED else None
 
     @property
     def has_no_draft(self) -> bool:
-        """True if the drafter has answered that it has no block for the next row."""
+        """True if the drafter has reported that it has no block for the next row."""
         return self.exchange.no_draft_len == self.prefix.length
 
     @property
     def has_nothing(self) -> bool:
-        """True if the drafter has no block for the next row although all hidden states have reached it."""
+        """True if the drafter has no block for the next row although it has received all hidden states."""
         feed = self.live_feed
         return self.has_no_draft and (feed is None or feed.acked >= self.prefix.length - 1)
 
@@ -234,7 +234,7 @@ class TargetSequence:
         return self.buffer.ready(self.prefix)
 
     def delay_of(self, answer: Block | NoDraft, now: float) -> float | None:
-        """Returns the seconds from the verdict to the answer; None for a block drafted ahead and for a wrong guess."""
+        """Returns the time from the verdict to the answer, in seconds; None for lookahead blocks."""
         if not self.prefix.matches(answer.base_len, answer.prefix_hash):
             return None
         for length, committed_s in reversed(self.committed_at):
@@ -243,16 +243,16 @@ class TargetSequence:
         return None
 
     def attach(self, drafter: str) -> None:
-        """Records a drafter that is about to receive the missed tokens and the current request."""
+        """Attaches a drafter that will receive the missing tokens and the current request."""
         self.drafter = drafter
         self.exchange.attach(self.prefix.length)
 
     def detach(self) -> None:
-        """Records that the drafter has left; the session continues without speculation."""
+        """Detaches the drafter; the session continues without speculation."""
         self.drafter = None
 
     def draft_request(self) -> DraftRequest:
-        """Returns the request to the drafter after the tokens decided so far."""
+        """Returns the draft request after the committed tokens."""
         request = self.exchange.request
         return DraftRequest(
             self.open.session,
@@ -266,7 +266,7 @@ class TargetSequence:
         )
 
     def for_drafter(self, verdict: Verdict) -> list[Verdict | DraftRequest]:
-        """Returns the messages for the drafter: all undelivered tokens and the next request; none while paused."""
+        """Returns the messages for the drafter: all unsent tokens and the next request; none while paused."""
         is_over = verdict.finish is not Finish.NONE
         exchange = self.exchange
         if exchange.is_paused and not exchange.request.tokens and not is_over:
@@ -276,7 +276,7 @@ class TargetSequence:
         return [unsent] if is_over else [unsent, self.draft_request()]
 
     def for_router(self, verdict: Verdict, row: Row, outcome: Outcome) -> Verdict:
-        """Returns the verdict with the parts that only the router receives, if the Open requests them."""
+        """Returns the verdict with the router-only fields that the Open requests."""
         rejected = self._rejected(verdict, row)
         if not (rejected or outcome.scores or outcome.prompt_scores):
             return verdict
@@ -284,32 +284,32 @@ class TargetSequence:
         return replace(verdict, rejected=rejected, scores=scores, prompt_scores=outcome.prompt_scores)
 
     def _rejected(self, verdict: Verdict, row: Row) -> tuple[int, ...]:
-        """Returns the draft tokens after the accepted ones, of a row that was verified."""
+        """Returns the draft tokens of a verified row after the accepted ones."""
         is_cut = verdict.accepted == len(verdict.tokens)  # the session ended within the accepted tokens
         if is_cut or not self.open.wants_rejected:
             return ()
         return row.draft.after(verdict.tokens[: verdict.accepted]).main_path
 
     def _unsent(self, verdict: Verdict) -> Verdict:
-        """Returns the verdict extended by all earlier tokens that the drafter has not received."""
+        """Returns the verdict extended by all earlier tokens not yet sent to the drafter."""
         sent_len = self.exchange.sent_len
         if sent_len == verdict.base_len:
             return verdict
         prefix_hash = self.prefix.hash_at(sent_len)
-        assert prefix_hash is not None, "the drafter was sent more than was committed"
+        assert prefix_hash is not None, "sent tokens exceed committed tokens"
         tokens = tuple(self.prefix.tokens[sent_len:])
         return replace(verdict, base_len=sent_len, prefix_hash=prefix_hash, tokens=tokens, accepted=0, drafted=0)
 
     def row(self, budget: int) -> Row:
-        """Returns the next row, of at most `budget` tokens, still without its pages; a block is never split."""
+        """Returns the next row, with at most `budget` tokens and without pages; never splits a block."""
         name = self.open.session
         budget = budget if self.may_share else min(budget, AUDIT_STEP_TOKENS)
         tail = tuple(self.prefix.tokens[self.cache.length :])
         left = budget - len(tail)
         if left < 0:
             return Row(name, tail[:budget], self.cache.length, decide=False, pages=())
-        # Fewer tokens may pay now than when the block was requested. The cut depends only on the request, because under
-        # rejection sampling it must not depend on the tokens.
+        # The current request may be shorter than the request for the block. The cut depends only on the request,
+        # because under rejection sampling it must not depend on the tokens.
         block = self._usable_block()
         draft = block.tree.first(self.requested_tokens) if block is not None else NO_TREE
         if len(draft.tokens) > left:
@@ -317,17 +317,17 @@ class TargetSequence:
         return Row(name, tail + draft.tokens, self.cache.length, decide=True, pages=(), draft=draft)
 
     def answer_for(self, row: Row) -> DraftAnswer:
-        """Returns the drafter's answer for a row that was just built; a block too long for the row counts as given."""
+        """Returns the outcome of the draft request for a new row; a block too long for the row counts as GIVEN."""
         if not row.decide:
             return DraftAnswer.NOT_ASKED
         if self.has_no_draft or self._usable_block() is not None:
             return DraftAnswer.GIVEN
         if self._wants_block and (self.exchange.request.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
-            return DraftAnswer.MISSED  # even if the assigned drafter has not attached
+            return DraftAnswer.MISSED  # also if the assigned drafter has not attached
         return DraftAnswer.NOT_ASKED
 
     def join_step(self, row: Row) -> None:
-        """Records that the session takes part in the step under way with this row."""
+        """Records that the session joins the current step with this row."""
         self.in_step = True
         self.answer = self.answer_for(row)
 
@@ -355,7 +355,7 @@ class TargetSequence:
         self.exchange.has_answered = False
         prefix.extend(tokens)
         self.committed_at.append((prefix.length, now))
-        self.cache.length = base_len + min(verified, len(tokens))  # the last token was not fed
+        self.cache.length = base_len + min(verified, len(tokens))  # the last token has not been fed
         hit = self.buffer.move_on(prefix, accepted, now)
         if requested_tokens:
             stats.verdict_sent(hit)
@@ -365,9 +365,9 @@ class TargetSequence:
 def settle(
     tokens: Sequence[int], accepted: int, base_len: int, max_len: int, stop_ids: Collection[int]
 ) -> tuple[tuple[int, ...], int, Finish]:
-    """Cuts committed tokens where the session ends: after the first stop id, or at the length limit.
+    """Truncates committed tokens at the session's end: after the first stop id, or at the length limit.
 
-    Returns the remaining tokens, how many of them were drafted, and the reason for the end, if any.
+    Returns the remaining tokens, the number of draft tokens among them, and the reason for the end.
     """
     room = max_len - base_len
     for count, token in enumerate(tokens, 1):

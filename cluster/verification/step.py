@@ -1,6 +1,6 @@
-"""The interface between a target's coordinator and its engine: a step plan, answered with its outcomes.
+"""Interface between a target's coordinator and its engine: step plans and outcomes.
 
-A step takes one message in each direction. This module does not import torch; the engine turns the plan into tensors.
+A step takes one message in each direction. This module does not import torch; the engine converts plans to tensors.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,25 +14,25 @@ from protos.messages import Open, TokenScore
 
 
 class StepEngine(Protocol):
-    """Computes step plans, one at a time."""
+    """Executes step plans, one at a time."""
 
     def step(self, plan: "StepPlan") -> "list[Outcome]":
-        """Returns one outcome for each row that decides, in order."""
+        """Returns one outcome per deciding row, in order."""
         ...
 
 
 def slots_of(positions: Iterable[int], pages: Sequence[int], page_size: int) -> list[int]:
-    """Returns the cache slots of a session's positions; `pages` is its page table."""
+    """Returns the cache slots of a session's positions; `pages` is the session's page table."""
     return [pages[at // page_size] * page_size + at % page_size for at in positions]
 
 
 @value
 class Row:
-    """Tokens to feed for one session.
+    """The tokens of one session to feed in a step.
 
-    `tokens` follow the session's first `start` tokens, which are cached. With `decide`, the last of them are the nodes
-    of `draft`, to be verified, and one further token is drawn. Without it, the row only fills the cache (a chunk of a
-    long prompt). `pages` of the cache hold the session, up to the row's end.
+    `tokens` continue the session's first `start` tokens, which are cached. With `decide`, the row ends with the nodes
+    of `draft`, which the engine verifies before it draws one further token. Without `decide`, the row only fills the
+    cache, as a chunk of a long prompt does. `pages` is the session's page table up to the row's end.
     """
 
     session: str
@@ -41,7 +41,7 @@ class Row:
     decide: bool
     pages: tuple[int, ...]
     draft: DraftTree = NO_TREE
-    state_slots: tuple[int, ...] = ()  # slots of the last positions, whose hidden states are requested
+    state_slots: tuple[int, ...] = ()  # slots of the last positions with requested hidden states
 
     def in_pages(self, pages: tuple[int, ...], state_slots: tuple[int, ...] = ()) -> "Row":
         """Returns a copy of the row with these pages and state slots."""
@@ -54,22 +54,22 @@ class Row:
 
     @property
     def deciding(self) -> int:
-        """Number of positions whose logits decide: after the tokens decided before, and after each draft token."""
+        """Number of positions with required logits: after the last committed token, and after each draft token."""
         return len(self.draft.tokens) + 1 if self.decide else 0
 
     @property
     def known(self) -> int:
-        """Number of the row's tokens that were decided before the step."""
+        """Number of committed tokens in the row."""
         return len(self.tokens) - len(self.draft.tokens)
 
     @property
     def feeds_prompt(self) -> bool:
-        """True if the session is not past its prompt."""
+        """True if the row feeds part of the prompt."""
         return self.known > 1 or not self.decide
 
     @property
     def base_len(self) -> int:
-        """Number of tokens decided before the step, cached ones included."""
+        """Number of committed tokens before the step, cached ones included."""
         return self.start + self.known
 
     @property
@@ -78,34 +78,32 @@ class Row:
         return self.start + len(self.tokens) - len(self.state_slots)
 
     def states_along(self, path: Sequence[int]) -> list[int]:
-        """Returns the slots of the states in the outcome, in order, if the nodes on `path` are accepted."""
+        """Returns the slots of the outcome's states, in order, if the nodes on `path` are accepted."""
         known_slots = len(self.state_slots) - self.drafted
         return [*self.state_slots[:known_slots], *[self.state_slots[known_slots + node] for node in path]]
 
     def kept(self, path: Sequence[int], page_size: int) -> list[SlotMove]:
-        """Returns the moves that place a path's nodes in consecutive slots after the tokens decided before."""
+        """Returns the slot moves that place the nodes of a path directly after the committed tokens."""
         if not path or path[-1] == len(path) - 1:
-            return []  # the accepted nodes are in place already
+            return []  # the accepted nodes are already in place
         slots = slots_of(range(self.base_len, self.base_len + path[-1] + 1), self.pages, page_size)
         return [SlotMove(slots[node], slots[step]) for step, node in enumerate(path) if node != step]
 
 
 @value
 class StepPlan:
-    """One step, carried out in this order: sessions to close, sessions to open, cache moves, page copies, and the rows
-    of one forward pass.
-    """
+    """One step, executed in this order: close sessions, open sessions, move slots, copy pages, run one forward pass."""
 
     closes: tuple[str, ...]
     opens: tuple[Open, ...]
     rows: tuple[Row, ...]
-    copies: tuple[PageCopy, ...] = ()  # made after all cache moves
-    moves: tuple[SlotMove, ...] = ()  # moves of accepted nodes of the latest step with rows
+    copies: tuple[PageCopy, ...] = ()  # executed after all slot moves
+    moves: tuple[SlotMove, ...] = ()  # moves of the previous step's accepted nodes
 
 
 @value
 class StateRead:
-    """Hidden states to read from the cache, for a session's positions from `first` on."""
+    """Hidden states to read from the cache, from position `first` of a session on."""
 
     session: str
     first: int
@@ -118,18 +116,18 @@ class StateRead:
 
 @value
 class Outcome:
-    """The engine's answer for one deciding row: the draft's nodes on `path` are accepted, followed by `next_token`.
+    """The result of one deciding row: the draft nodes on `path` are accepted, followed by `next_token`.
 
-    If `is_finite` is False, the row's logits were NaN or infinite: nothing is decided, and the session must end.
+    If `is_finite` is False, the row's logits were NaN or infinite; no token is decided, and the session must end.
     """
 
     session: str
     path: tuple[int, ...]
     next_token: int
-    margin: float | None = None  # lead in logits over the rival token named in the session's Open
-    states: bytes = b""  # states of the row's `state_slots`, without nodes off the path
-    scores: tuple[TokenScore, ...] = ()  # scores of the committed tokens, if the session's Open requests them
-    prompt_scores: tuple[TokenScore, ...] = ()  # scores of the prompt from its second token on, with the first decision
+    margin: float | None = None  # logit lead over the rival token of the session's Open
+    states: bytes = b""  # states of the row's `state_slots`, without off-path nodes
+    scores: tuple[TokenScore, ...] = ()  # scores of the committed tokens, if requested by the session's Open
+    prompt_scores: tuple[TokenScore, ...] = ()  # scores of the prompt from its second token; only in the first outcome
     is_finite: bool = True
 
     @property
@@ -143,15 +141,15 @@ class Outcome:
         return len(self.path)
 
     def tokens_of(self, row: Row) -> tuple[int, ...]:
-        """Returns the committed tokens: the accepted ones and the next one."""
+        """Returns the committed tokens: the accepted tokens and the next token."""
         tokens = row.draft.tokens
         return (*[tokens[node] for node in self.path], self.next_token)
 
 
 def riding(rows: Sequence[Row], outcomes: Sequence[Outcome], read: Callable[[list[int]], bytes]) -> list[Outcome]:
-    """Returns the outcomes with the hidden states in their rows' slots, which go with the verdicts; one call reads all.
+    """Returns the outcomes with the hidden states of their rows' `state_slots`; reads all states in a single call.
 
-    There is one outcome for each row, in the rows' order.
+    Rows and outcomes correspond one to one, in order.
     """
     if not any(row.state_slots for row in rows):
         return list(outcomes)

@@ -112,7 +112,8 @@ def test_sessions_queue_for_pages_in_order_of_arrival():
 def test_a_session_that_can_never_fit_is_refused_and_one_that_just_fits_is_served():
     target = Target(pages=3)
     target.run("""
-        router#1: Open s 1,2 max_len=13 -> router#1 <- Refusal s invalid "max_len is 13, the cache holds 12 tokens"
+        router#1: Open s 1,2 max_len=13
+            router#1 <- Refusal s invalid "max_len is 13, expected at most 12, the cache's size"
         router#1: Open s 1,2 max_len=12
     """)
     assert len(target.finish()["s"]) == 10

@@ -346,11 +346,11 @@ def test_requests_that_exceed_the_queue_or_a_limit_are_refused():
     Target(max_sessions=1, max_queued=1).run("""
         router#1: Open a 1,2,3
         router#1: Open b 1,2,3
-        router#1: Open c 1,2,3 attempt=3 -> router#1 <- Refusal c overloaded "1 sessions are queued already" attempt=3
+        router#1: Open c 1,2,3 attempt=3 -> router#1 <- Refusal c overloaded "the queue is full with 1 sessions" attempt=3
         router#1: Open c 50 attempt=3
             router#1 <- Refusal c invalid "token id 50 is outside the vocabulary of 50" attempt=3
         router#1: Open c 1,2,3 attempt=3 max_len=101
-            router#1 <- Refusal c invalid "max_len is 101, the context holds 100 tokens" attempt=3
+            router#1 <- Refusal c invalid "max_len is 101, expected at most 100, the target's context" attempt=3
     """)
 
 
@@ -428,7 +428,7 @@ def test_an_audit_is_refused_while_requests_are_served():
     Target().run("""
         router#1: Open request 1,2,3 max_len=4
         other#1: Open audit 1,2,3 audit=yes
-            other#1 <- Refusal audit overloaded "requests are being served; audit later"
+            other#1 <- Refusal audit overloaded "this target is serving requests; retry the audit later"
         step -> router#1 <- Verdict request 1,2,3 +45 finish=length
         plan -> close request
         apply
@@ -441,8 +441,8 @@ def test_a_request_ends_the_audits_of_all_routers_at_once():
         router#1: Open a 1,2,3 audit=yes
         other#1: Open b 1,2,3 audit=yes
         third#1: Open request 1,2,3
-            router#1 <- Refusal a overloaded "requests are being served; audit later"
-            other#1 <- Refusal b overloaded "requests are being served; audit later"
+            router#1 <- Refusal a overloaded "this target is serving requests; retry the audit later"
+            other#1 <- Refusal b overloaded "this target is serving requests; retry the audit later"
         plan
             open request
             row request@0 1,2,3
@@ -459,8 +459,8 @@ def test_an_audit_that_a_request_ended_during_its_step_gets_no_verdict():
             row a@0 1,2,3
             row b@0 1,2,3
         third#1: Open request 1,2,3
-            router#1 <- Refusal a overloaded "requests are being served; audit later"
-            other#1 <- Refusal b overloaded "requests are being served; audit later"
+            router#1 <- Refusal a overloaded "this target is serving requests; retry the audit later"
+            other#1 <- Refusal b overloaded "this target is serving requests; retry the audit later"
         apply
         plan
             close a
@@ -502,7 +502,7 @@ def test_a_leaving_target_refuses_new_sessions_and_serves_existing_ones_until_th
         show has_left -> has_left=no
         {SERVING.strip()}
         third#1: Open d 1,2
-            third#1 <- Refusal d overloaded "this target replica is stopping"
+            third#1 <- Refusal d overloaded "this target replica is shutting down"
             third#1 <- Leaving
         step -> router#1 <- Verdict a 1,2 +23
         router#1: Close a
@@ -520,9 +520,9 @@ def test_a_leaving_target_finally_returns_its_sessions_even_during_a_step():
             open a
             row a@0 1,2
         end
-            router#1 <- Refusal a overloaded "this target replica is stopping"
-            router#1 <- Refusal b overloaded "this target replica is stopping"
-            other#1 <- Refusal c overloaded "this target replica is stopping"
+            router#1 <- Refusal a overloaded "this target replica is shutting down"
+            router#1 <- Refusal b overloaded "this target replica is shutting down"
+            other#1 <- Refusal c overloaded "this target replica is shutting down"
         apply
         plan -> close a
         apply
@@ -533,6 +533,6 @@ def test_a_leaving_target_finally_returns_its_sessions_even_during_a_step():
 def test_a_leaving_target_returns_audits_at_once():
     Target().run("""
         router#1: Open a 1,2 audit=yes
-        leave -> router#1 <- Refusal a overloaded "this target replica is stopping"
+        leave -> router#1 <- Refusal a overloaded "this target replica is shutting down"
         show has_left -> has_left=yes
     """)
