@@ -346,7 +346,8 @@ def test_requests_that_exceed_the_queue_or_a_limit_are_refused():
     Target(max_sessions=1, max_queued=1).run("""
         router#1: Open a 1,2,3
         router#1: Open b 1,2,3
-        router#1: Open c 1,2,3 attempt=3 -> router#1 <- Refusal c overloaded "the queue is full with 1 sessions" attempt=3
+        router#1: Open c 1,2,3 attempt=3
+            router#1 <- Refusal c overloaded "the queue is full with 1 sessions" attempt=3
         router#1: Open c 50 attempt=3
             router#1 <- Refusal c invalid "token id 50 is outside the vocabulary of 50" attempt=3
         router#1: Open c 1,2,3 attempt=3 max_len=101
