@@ -1,4 +1,4 @@
-"""Figures about the code, computed on trees of a few lines."""
+"""Tests code figures on source trees of a few lines."""
 
 import subprocess
 from pathlib import Path

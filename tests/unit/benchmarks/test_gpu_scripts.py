@@ -1,4 +1,4 @@
-"""GPU benchmarks run on a CPU with a tiny model, so that they are known to run on a GPU."""
+"""Runs the GPU benchmarks on a CPU with a tiny model."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Reading failed requests from load generators' shortened reports."""
+"""Tests reading failed requests from load generators' abridged reports."""
 
 import json
 from pathlib import Path

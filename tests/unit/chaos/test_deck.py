@@ -1,4 +1,4 @@
-"""The order of blows, without any."""
+"""Tests the order of failures without injecting any."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The reported cost of failures, on small streams and pools."""
+"""Tests the reported cost of failures on small streams and pools."""
 
 import pytest
 
@@ -17,11 +17,11 @@ def sizes(*targets: tuple[float, int]) -> list[Sizes]:
     ("streams", "expected"),
     [
         ([Stream(1.0, [9.0, 10.5, 11.0, 12.5, 30.0])], 1.5),
-        ([Stream(1.0, [9.0, 10.5, 30.0])], 19.5),  # a piece was on its way
-        ([Stream(1.0, [9.0, 10.5]), Stream(9.0, [13.0])], 3.0),  # the latter had not begun to answer
-        ([Stream(11.0, [15.0])], 4.0),  # it came at once after
-        ([Stream(1.0, [9.0])], 0.0),  # it was over
-        ([Stream(12.5, [15.0])], 0.0),  # it came after
+        ([Stream(1.0, [9.0, 10.5, 30.0])], 19.5),  # a chunk was in transit
+        ([Stream(1.0, [9.0, 10.5]), Stream(9.0, [13.0])], 3.0),  # the second had not begun to answer
+        ([Stream(11.0, [15.0])], 4.0),  # began right after the failure
+        ([Stream(1.0, [9.0])], 0.0),  # had ended
+        ([Stream(12.5, [15.0])], 0.0),  # began later
         ([], 0.0),
     ],
 )
@@ -33,9 +33,9 @@ def test_a_pause_lasts_until_every_open_stream_continues(streams: list[Stream], 
     ("seen", "expected"),
     [
         (sizes((9.0, 2), (11.0, 1), (14.0, 1), (16.0, 2), (20.0, 2)), 6.0),
-        (sizes((9.0, 1), (11.0, 2), (12.0, 1), (13.0, 2)), 3.0),  # it lacked one before, and was not struck yet
-        (sizes((11.0, 2), (24.0, 2), (40.0, 1), (41.0, 2)), 31.0),  # a node is missed late
-        (sizes((11.0, 2), (131.0, 2), (132.0, 1), (133.0, 2)), None),  # what is lost much later has another cause
+        (sizes((9.0, 1), (11.0, 2), (12.0, 1), (13.0, 2)), 3.0),  # incomplete before the failure
+        (sizes((11.0, 2), (24.0, 2), (40.0, 1), (41.0, 2)), 31.0),  # a lost node is noticed late
+        (sizes((11.0, 2), (131.0, 2), (132.0, 1), (133.0, 2)), None),  # a much later loss has another cause
         (sizes((11.0, 1), (40.0, 1)), None),
         (sizes((9.0, 1)), None),
     ],
@@ -48,7 +48,7 @@ def test_a_pool_is_recovered_once_it_lacked_one_and_is_complete(seen: list[Sizes
     ("seen", "expected"),
     [
         (sizes((11.0, 2), (26.0, 1), (31.0, 2)), 21.0),
-        (sizes((11.0, 2), (28.0, 2), (30.0, 1), (31.0, 2)), None),  # what is lost much later has another cause
+        (sizes((11.0, 2), (28.0, 2), (30.0, 1), (31.0, 2)), None),  # a much later loss has another cause
     ],
 )
 def test_a_resumed_replica_may_be_replaced_afterwards(seen: list[Sizes], expected: float | None) -> None:
@@ -58,11 +58,11 @@ def test_a_resumed_replica_may_be_replaced_afterwards(seen: list[Sizes], expecte
 @pytest.mark.parametrize(
     ("blow", "seen", "now_s", "expected"),
     [
-        (BLOW, sizes((11.0, 2)), 11.0, True),  # nobody has noticed it
+        (BLOW, sizes((11.0, 2)), 11.0, True),  # not noticed yet
         (BLOW, sizes((11.0, 2), (12.0, 1)), 12.0, True),
         (BLOW, sizes((11.0, 1), (12.0, 2)), 12.0, False),
-        (BLOW, sizes((11.0, 1), (900.0, 1)), 900.0, True),  # whatever it takes
-        (BLOW, sizes((11.0, 2), (900.0, 1)), 900.0, False),  # that has another cause
+        (BLOW, sizes((11.0, 1), (900.0, 1)), 900.0, True),  # however long it takes
+        (BLOW, sizes((11.0, 2), (900.0, 1)), 900.0, False),  # has another cause
         (BLOW, sizes((11.0, 2)), 10.0 + LOST_NOTICED_S + 1, False),
         (STOP, sizes((11.0, 2)), 12.0 + NOTICED_S, True),
         (STOP, sizes((11.0, 2)), 12.0 + NOTICED_S + 1, False),

@@ -1,4 +1,4 @@
-"""Sessions and blocks that tests start from; each takes what matters to the test as keywords."""
+"""Default sessions and blocks for tests; keywords override fields."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,13 +26,13 @@ PLAIN_OPEN = Open(
 
 
 def an_open(session: str = "s", **changes: Any) -> Open:
-    """An Open; `tokens` are all prompt unless `prompt_len` says otherwise."""
+    """Returns an Open; `tokens` are all prompt unless `prompt_len` is given."""
     if "tokens" in changes:
         changes = {"prompt_len": len(changes["tokens"])} | changes
     return replace(PLAIN_OPEN, session=session, **changes)
 
 
 def a_block(before: tuple[int, ...], tokens: tuple[int, ...] | DraftTree, session: str = "s") -> Block:
-    """A block that continues exactly `before`; tokens are a chain."""
+    """Returns a chain block that continues exactly `before`."""
     tree = tokens if isinstance(tokens, DraftTree) else DraftTree.chain(tokens)
     return Block(session, len(before), Prefix(KEY, before).hash, tree)

@@ -1,4 +1,4 @@
-"""Answers between processes as bytes: decoding yields nothing but the answer."""
+"""Decoding of answers between processes returns only the answer and runs no code."""
 
 import math
 import pickle
@@ -24,7 +24,7 @@ SHAPE = TypeAdapter(Answer)
 
 
 class Touches:
-    """Unpickled, it makes a file."""
+    """Object that creates a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Reading the configuration: what wins, what is refused, and whether the refusal names the key."""
+"""Tests reading the configuration: precedence, refusals, and the key named in each refusal."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_overrides_make_sections_and_keep_their_neighbours(tmp_path):
 
 
 def test_folders_are_relative_to_the_file_and_ids_stay_ids(tmp_path):
-    """A config that works only from its own folder, or an id that turns into a path."""
+    """A config must work from any folder, and a Hugging Face id must not become a path."""
     (tmp_path / "models" / "draft").mkdir(parents=True)
     config = load_config(written(tmp_path, {"model": {"target": "org/model"}, "draft": {"model": "models/draft"}}))
     assert config.model.target == "org/model"
@@ -126,7 +126,7 @@ def test_an_unknown_key_is_told_which_ones_there_are(section, expected):
 
 
 def sections_of(model: type[BaseModel], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """All sections of a configuration, and those inside of them, each as its keys from the top."""
+    """Yields all sections of a configuration, including nested ones, as key paths."""
     found = [path]
     for name, field in model.model_fields.items():
         named = ("NAME",) if get_origin(field.annotation) is dict else ()
@@ -184,7 +184,7 @@ def test_options_of_a_method_that_is_not_used_are_refused(draft, named):
 
 @pytest.mark.parametrize(("old", "fate"), MOVED_KEYS.items())
 def test_a_key_of_an_earlier_release_is_refused_with_what_became_of_it(tmp_path, old, fate):
-    """Wherever it was given: in the file, by the environment or on the command line."""
+    """The key may come from the file, the environment or the command line."""
     section, key = old.split(".")
     variable = f"SLIPSTREAM__{section.upper()}__{key.upper()}"
     for data, overrides, environment in (

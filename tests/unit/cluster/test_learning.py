@@ -47,7 +47,7 @@ def an_answer(chosen: random.Random, length: int = 64) -> list[int]:
 
 
 def test_answers_that_differ_in_a_word_share_a_band_and_others_do_not():
-    """Over 200 pairs of each kind; a band is shared with probability above 0.9 or below 1e-6."""
+    """Over 200 pairs of each kind, the probability of a shared band is above 0.9 or below 1e-6."""
     chosen = random.Random(1)
     alike = different = 0
     for _ in range(200):
@@ -97,7 +97,7 @@ def sessions(verifies: list[int], tokens: int = 64, agreed: int = 40) -> list[Se
 
 
 def test_the_interval_is_that_of_the_ratio():
-    """At a true ratio of 1.25, 95 % intervals of 400 experiments contain it: between 90 % and 99 % of them."""
+    """At a true ratio of 1.25, 90 % to 99 % of 400 experiments have a 95 % interval that contains it."""
     chosen = random.Random(3)
     covered = 0
     for _ in range(400):
@@ -118,7 +118,7 @@ def test_a_better_candidate_is_promoted():
 
 
 def test_noise_promotes_nothing():
-    """Candidates that are as good as the current version are promoted in at most 2.5 % of trials; 5 % here."""
+    """Equally good candidates are promoted in at most 2.5 % of trials; the test allows 5 %."""
     chosen = random.Random(5)
     promoted = 0
     for _ in range(400):

@@ -13,7 +13,7 @@ from cluster.learning import SessionScore, score
         ("", 4, 0),
         ("n", 4, 1),
         ("y", 4, 1),
-        ("yyyyy", 4, 1),  # four accepted and the target's own
+        ("yyyyy", 4, 1),  # four accepted tokens and the target's own
         ("yyyyyy", 4, 2),
         ("ynyny", 4, 3),
         ("yyy", 1, 2),
@@ -26,10 +26,10 @@ def test_a_block_ends_at_its_first_wrong_token(agreements: str, draft_tokens: in
 
 def test_further_tokens_count_from_their_forward() -> None:
     agreements = [True, False, True, True, False, False]
-    further = [[True, False, False, True, True, False]]  # of the token after each position
-    # Two by the forward at 0 and its head, then the target's own; the forward at 3 and its head; the target's own.
+    further = [[True, False, False, True, True, False]]  # whether the head is right, by position
+    # Two tokens from the forward pass at 0 and its head, the target's own, two from the pass at 3, the target's own.
     assert score(agreements, 2, further) == SessionScore(6, 3, 2)
-    # A third one comes from the forward at 2, and the next block begins at 4.
+    # The forward pass at 2 adds a third token, and the next block begins at 4.
     assert score(agreements, 3, further) == SessionScore(6, 3, 3)
     assert score(agreements, 2, [[False] * 6]).verifies == 4
 

@@ -1,4 +1,4 @@
-"""The pages of a paged cache: nothing lost, nothing shared wrongly, nothing recomputed that is known."""
+"""The page allocator loses no page, shares only equal pages, and recomputes no cached page."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def a_book(pages: int = 8) -> PageAllocator:
 
 
 def a_computed(allocator: PageAllocator, session: str, tokens: Sequence[int]) -> int:
-    """A session all of whose tokens are cached and whose whole pages are published; returns what was cached before."""
+    """Opens a session, caches all of its tokens and publishes its whole pages; returns the previously cached length."""
     cached = allocator.open(session, tokens)
     assert allocator.reserve(session, cached, len(tokens)) == []
     allocator.publish(session, tokens, len(tokens))
@@ -80,13 +80,13 @@ PROMPT = tuple(range(12))
     ("tokens", "cached"),
     [
         ((*PROMPT, 12), 12),
-        (PROMPT, 8),  # its last token has to be computed
+        (PROMPT, 8),  # the last token must be computed
         (PROMPT[:9], 8),
         (PROMPT[:8], 4),
         (PROMPT[:4], 0),
         ((), 0),
         ((*PROMPT[:8], 99, *PROMPT[9:], 12), 8),
-        ((99, *PROMPT[1:], 12), 0),  # the second page is the same, but not what comes before it
+        ((99, *PROMPT[1:], 12), 0),  # equal second page after a different first page
         (PROMPT[4:], 0),
     ],
 )
@@ -142,7 +142,7 @@ def test_published_pages_outlive_their_session():
 
 
 def test_withdrawn_pages_are_not_found_until_republished():
-    """Later pages go with them; sessions that hold any keep them."""
+    """Later pages are withdrawn too; sessions keep the pages they hold."""
     allocator = a_book()
     longer = (*PROMPT, 12, 13, 14, 15)
     a_computed(allocator, "first", PROMPT)
@@ -214,8 +214,8 @@ def test_a_page_that_was_rolled_back_is_published_with_its_new_tokens():
 
 
 def test_a_hash_collision_after_another_prefix_is_no_hit():
-    """Tokens alone do not make a page: what is cached depends on all before it."""
-    allocator = PageAllocator(8, SIZE, KEY, lambda key, parent, tokens: bytes(tokens))  # forgets the parent
+    """A page depends on all earlier tokens, not only on its own."""
+    allocator = PageAllocator(8, SIZE, KEY, lambda key, parent, tokens: bytes(tokens))  # ignores the parent
     a_computed(allocator, "first", (0, 0, 0, 0, 1, 1, 1, 1))
     a_computed(allocator, "second", (2, 2, 2, 2))
     assert allocator.open("third", (2, 2, 2, 2, 1, 1, 1, 1, 3)) == 4
@@ -237,7 +237,7 @@ def test_the_hash_is_keyed_and_covers_the_page_and_all_before_it():
 
 
 def a_fork(length: int, shared: int, **limits: int) -> PageAllocator:
-    """An allocator with a `parent` of so many positions and its `fork`, which has the first `shared` of them."""
+    """Returns an allocator with a `parent` of the given length, and a `fork` of its first `shared` positions."""
     allocator = a_book(**limits)
     allocator.open("parent", ())
     allocator.reserve("parent", 0, length)
@@ -288,7 +288,7 @@ def test_the_least_recently_used_goes_first_and_a_hit_counts_as_use():
 
 
 def test_a_chain_is_evicted_from_its_end():
-    """The other pages would be cached in vain without the first."""
+    """Without its first page, the other pages of a chain would be useless."""
     allocator = a_book(pages=3)
     a_computed(allocator, "s", PROMPT)
     allocator.close("s")
@@ -331,12 +331,12 @@ def holders(allocator: PageAllocator) -> list[tuple[Any, str]]:
 
 
 def lost(state: Any) -> Any:
-    """Leaves out the last element."""
+    """Removes the last element."""
     return type(state)([*(state.items() if isinstance(state, dict) else state)][:-1])
 
 
 def repeated(state: Any) -> Any:
-    """Repeats the first element, under a new key if it has one."""
+    """Repeats the first element, under a new key in a mapping."""
     if isinstance(state, list):
         return [*state, state[0]]
     key = next(iter(state))
@@ -344,7 +344,7 @@ def repeated(state: Any) -> Any:
 
 
 def changed(state: Any) -> Any:
-    """Replaces the first element by the next number."""
+    """Increments the first element."""
     return [state[0] + 1, *state[1:]] if isinstance(state, list) else lost(state)
 
 
@@ -363,7 +363,7 @@ def test_the_check_finds_a_damaged_entry_anywhere(damage):
 
 
 def test_the_check_finds_a_high_count_and_reordered_pages():
-    """The number of a session's published pages, and the order of its table."""
+    """The faults are a wrong number of published pages, and a reordered page table."""
     found = 0
     for index, (owner, name) in enumerate(holders(in_use())):
         state = vars(owner)[name]
@@ -382,18 +382,18 @@ def test_the_check_finds_a_high_count_and_reordered_pages():
 
 
 def weak_hash(key: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Collides all the time."""
+    """Returns a hash with frequent collisions."""
     return bytes([page_hash(key, parent, tokens)[0] % 16])
 
 
 @dataclass
 class Pool:
-    """A pool that holds, for each position, a value of all tokens up to it, as a cache does."""
+    """Simulated cache that stores a value of all tokens so far at each position."""
 
     allocator: PageAllocator
     random: Random
     cells: list[list[int]] = field(init=False)
-    sessions: dict[str, list[int]] = field(default_factory=dict)  # tokens that are cached, in the order of opening
+    sessions: dict[str, list[int]] = field(default_factory=dict)  # cached tokens, in the order of opening
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -402,7 +402,7 @@ class Pool:
     # ---------------------------------------------------------- operations
 
     def open(self) -> None:
-        """Opens a session whose prompt may share its beginning with another's, and maybe its end."""
+        """Opens a session whose prompt may share a prefix and a suffix with another."""
         name = f"s{self.seen['opened']}"
         self.seen["opened"] += 1
         like = self.random.choice([[], *self.sessions.values()])
@@ -441,7 +441,7 @@ class Pool:
         self.sessions[child] = self.sessions[name][:length]
 
     def withdraw(self, name: str) -> None:
-        """Nobody finds its pages from now on."""
+        """Withdraws a session's pages from sharing."""
         before = len(self.allocator.cached_pages)
         self.allocator.withdraw(name)
         self.seen["withdrawn"] += before > len(self.allocator.cached_pages)
@@ -452,7 +452,7 @@ class Pool:
         del self.sessions[name]
 
     def step(self) -> None:
-        """Any of the operations, on any session."""
+        """Runs a random operation on a random session."""
         if not self.sessions or (len(self.sessions) < 8 and self.random.random() < 0.15):
             return self.open()
         act = self.random.choices(
@@ -464,7 +464,7 @@ class Pool:
         )[0]
         return act(self.random.choice([*self.sessions]))
 
-    # ---------------------------------------------------------- what must hold
+    # ---------------------------------------------------------- invariants
 
     def verify(self) -> None:
         self.allocator.check()
@@ -482,12 +482,12 @@ class Pool:
         return self.random.choices((0, 1), k=self.random.randint(1, 9))
 
     def _length_of(self, name: str) -> int:
-        """Mostly near the end, sometimes anywhere."""
+        """Draws a length, mostly near the end."""
         length = len(self.sessions[name])
         return length - min(self.random.choice((0, 0, 1, 3, self.random.randint(0, length))), length)
 
     def _write(self, name: str, start: int, tokens: list[int]) -> None:
-        """Computes `tokens` from position `start` on, if there is room."""
+        """Computes `tokens` from position `start` on, if pages are available."""
         if not self._reserve(name, start, start + len(tokens)):
             return
         whole = [*self.sessions[name][:start], *tokens]
@@ -498,7 +498,7 @@ class Pool:
         self.sessions[name] = whole
 
     def _reserve(self, name: str, start: int, end: int) -> bool:
-        """Asks for room, makes the copies, and ruins what is writable and not kept."""
+        """Reserves pages, makes the copies, and overwrites all writable positions that are not kept."""
         allocator = self.allocator
         before = self.allocator.table(name)
         cached = len(self.allocator.cached_pages)

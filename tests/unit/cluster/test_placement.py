@@ -1,4 +1,4 @@
-"""Resource requests to Ray."""
+"""Tests resource requests to Ray."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def test_an_actor_requests_all_of_its_resources():
 
 
 def test_a_bundle_holds_the_resources_of_its_actor():
-    """A rank whose options exceed its bundle is never scheduled, and the replica hangs at start."""
+    """Ray never schedules a rank whose options exceed its bundle, and the replica would hang at start."""
     assert rank_bundle(GPU) == {"CPU": 2, "GPU": 0.5, "rack": 1, "accelerator_type:L4": 0.001}
     assert rank_bundle(Resources(num_cpus=1)) == {"CPU": 1}, "Ray refuses amounts of zero"
 
@@ -67,7 +67,7 @@ def test_bounds_and_settings_reach_the_policy():
 
 
 def test_a_pool_of_fixed_size_reports_too():
-    """The other pool may scale by its reports."""
+    """The other pool may depend on its reports for scaling."""
     scaled = bounds(TargetReplicas(min=2, max=2))
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (2, 2)
 
@@ -81,7 +81,7 @@ def test_the_sessions_aimed_at_per_target_replica(asked: float | None, aim: floa
 
 @pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field")
 def test_serve_receives_the_policies_by_value():
-    """Its controller may lack this package, so unpickling must not import it."""
+    """Serve's controller may lack this package, so unpickling must not import it."""
     alone = AutoscalingConfig(**bounds(TargetReplicas()), policy=ALONE_POLICY).policy.get_serialized_policy_def()
     both = AutoscalingPolicy(**AUTOSCALING_POLICY).get_serialized_policy_def()
     settings = as_numbers(scaling_settings(TargetPool(), DraftPool(method="suffix")))

@@ -1,4 +1,4 @@
-"""The timeline's ring buffer, and the spans between events of all actors."""
+"""Tests the timeline's ring buffer, and spans between the events of all actors."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ from cluster.telemetry import (
 
 
 def test_the_latest_events_stay_in_logical_order():
-    now = iter([3.0, 3.0, 2.0])  # clocks may stand still or jump; the order may not
+    now = iter([3.0, 3.0, 2.0])  # a clock may stop or jump back, but events keep their order
     timeline = Timeline(lambda: next(now), capacity=2)
     for name in ("a", "b", "c"):
         timeline.record(name, "s")
@@ -46,7 +46,7 @@ def test_the_latest_seconds_hold_the_named_events_in_order():
 
 
 def actor(role: str, *events: tuple[float, str, str], offset: float = 0.0) -> Actor:
-    """An actor whose clock is `offset` behind the wall; sessions are one letter each."""
+    """Returns an actor whose clock is `offset` behind wall time; sessions have one-letter names."""
     made = tuple(Event(n, at - offset, name, tuple(sessions)) for n, (at, name, sessions) in enumerate(events))
     return Actor(role, f"{role} 1", Recording(offset, made))
 
@@ -87,7 +87,7 @@ def test_drafting_ahead_has_its_own_spans():
 
 
 def test_a_block_sent_during_a_pass_does_not_belong_to_the_pass_before():
-    """A pass ahead ended at 2.0 with nothing new; the next one sends a block after its first forward."""
+    """A lookahead pass ended at 2.0 without blocks; the next pass sends a block after its first forward pass."""
     drafter = actor(
         "drafter", (1.0, "draft ahead", "a"), (2.0, "drafted", "a"), (4.0, "draft ahead", "a"), (5.0, "sent", "a")
     )

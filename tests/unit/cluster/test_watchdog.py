@@ -1,4 +1,4 @@
-"""The time limit of a piece of work follows its measured cost, within bounds; the clock is injected."""
+"""Time limits follow the measured cost within bounds, on an injected clock."""
 
 import pytest
 
@@ -9,7 +9,7 @@ POLICY = TimeoutPolicy(max_s=60.0, min_s=10.0, factor=30.0)
 
 @pytest.mark.parametrize(("expected_s", "limit_s"), [(0.001, 10.0), (1 / 3, 10.0), (1.0, 30.0), (60.0, 60.0)])
 def test_the_limit_follows_the_measured_cost_within_bounds(expected_s: float, limit_s: float):
-    """A step of a millisecond that takes a second is slow, not stuck."""
+    """A millisecond step that takes a second is slow but not stuck."""
     assert POLICY.limit_s(expected_s) == limit_s
     assert Watchdog(POLICY).works(expected_s, 5.0) == limit_s
 

@@ -1,4 +1,4 @@
-"""A paged cache with tokens in place of keys and values, so that readers see what was written."""
+"""Simulated paged cache that stores tokens instead of keys and values."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,14 +6,14 @@ from cluster.page_allocator import PageCopy, SlotMove
 
 
 class TokenMemory:
-    """One pool of pages; reading a slot that was never written fails."""
+    """Pool of pages; reading an unwritten slot fails."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._held: dict[int, int] = {}  # tokens by slot
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
-        """Copies pages in order, as their owner would."""
+        """Copies pages in order, like a real cache."""
         for copy in copies:
             for offset in range(self._page_size):
                 source, to = (page * self._page_size + offset for page in (copy.source, copy.to))
@@ -22,7 +22,7 @@ class TokenMemory:
                     self._held[to] = self._held[source]
 
     def move(self, moves: Iterable[SlotMove]) -> None:
-        """Moves all slots at once; fails for one that was never written."""
+        """Moves all slots simultaneously; fails for an unwritten slot."""
         moved = [(move.to, self._held[move.source]) for move in moves]
         self._held.update(moved)
 

@@ -1,6 +1,6 @@
-"""The manifests as they would be applied: an overlay with its base and its components, and the rest of k8s/ as data.
+"""Applied manifests: overlays merged with their base and components, and the other files of k8s/ as data.
 
-Kustomize's own program is not asked: what is used of it is little, and one test compares with it where it is installed.
+Reimplements the few used features of kustomize; one test compares with kustomize itself, if installed.
 """
 
 import json
@@ -30,19 +30,19 @@ def load(path: Path) -> list[Json]:
 
 
 def overlay_config(name: str) -> SlipstreamConfig:
-    """The configuration that an overlay is rendered from."""
+    """Returns the configuration from which an overlay is rendered."""
     return load_config(K8S / "overlays" / name / "slipstream.yaml")
 
 
 def merged(base: Any, patch: Any) -> Any:
-    """`patch` over `base`, mappings key by key, anything else replaced: what kustomize does with these patches."""
+    """Merges `patch` into `base` like kustomize: merges mappings key by key, and replaces other values."""
     if not isinstance(base, dict) or not isinstance(patch, dict):
         return patch
     return base | {key: merged(base.get(key), value) for key, value in patch.items()}
 
 
 def built(folder: Path, found: list[Json] | None = None) -> list[Json]:
-    """Every object of a folder with a kustomization, with those of the folders that it names."""
+    """Returns all objects of a folder with a kustomization, including those of referenced folders."""
     (kustomization,) = load(folder / "kustomization.yaml")
     objects = list(found or [])
     for name in kustomization.get("resources", []):
@@ -72,7 +72,7 @@ def _config_map(folder: Path, made: Json) -> Json:
 
 
 def deployments() -> dict[str, list[Json]]:
-    """Every overlay, and the largest with each component too, whether or not its configuration asks for it."""
+    """Returns every overlay, and the largest overlay with each component, needed or not."""
     plain = {name: built(K8S / "overlays" / name) for name in OVERLAYS}
     more = {
         f"l4-h100-{component}": built(K8S / "components" / component, plain["l4-h100"])
@@ -87,7 +87,7 @@ def deployments() -> dict[str, list[Json]]:
 
 
 def _with_trust(objects: list[Json], trust: TrustConfig) -> list[Json]:
-    """The largest overlay, rendered for streams that ask who is there."""
+    """Returns the largest overlay, rendered with authenticated streams."""
     config = overlay_config("l4-h100").model_copy(update={"trust": trust})
     files = rendered(config, "slipstream.yaml")
     return [each for each in objects if each["kind"] != "RayService"] + [yaml.safe_load(files["rayservice.yaml"])]
@@ -109,13 +109,13 @@ def serve_config(service: Json) -> Json:
 
 
 def deployment_parts(service: Json) -> dict[str, Json]:
-    """Returns what deployments receive beyond the application's arguments."""
+    """Returns the configuration parts that deployments receive besides the application's arguments."""
     (application,) = serve_config(service)["applications"]
     return {one["name"]: one for one in application["deployments"]}
 
 
 def slipstream_config(service: Json) -> SlipstreamConfig:
-    """Returns the application's configuration with the parts of single deployments."""
+    """Returns the application's configuration including the parts of single deployments."""
     (application,) = serve_config(service)["applications"]
     told = deployment_parts(service)
     config = validated(application["args"])
@@ -136,7 +136,7 @@ def worker_group_specs(service: Json) -> list[Json]:
 
 
 def pods(service: Json) -> list[tuple[dict[str, str], Json]]:
-    """Each pod template's labels, those that KubeRay adds among them, and its spec."""
+    """Yields each pod template's labels, including those added by KubeRay, and its spec."""
     head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
     groups = [(head, "headgroup", "head")] + [
         (each, each["groupName"], "worker") for each in worker_group_specs(service)
@@ -149,7 +149,7 @@ def pods(service: Json) -> list[tuple[dict[str, str], Json]]:
 
 
 def closed(schema: Json) -> Json:
-    """The same schema, refusing what it does not declare: the API server drops such fields in silence, Serve too."""
+    """Returns the schema with undeclared fields forbidden; the API server and Serve drop such fields silently."""
     result = dict(schema)
     for key in ("properties", "$defs"):
         if key in schema:

@@ -1,4 +1,4 @@
-"""Schemas of foreign kinds, reduced to the fields used here; unknown keys are refused.
+"""Schemas of third-party kinds, reduced to the fields used here; they forbid unknown keys.
 
 They cover kinds of the Prometheus operator, cert-manager and kustomize.
 """
@@ -56,7 +56,7 @@ def kustomization(version: str, kind: str) -> Json:
 
 
 def one_of(**properties: Json) -> Json:
-    """A mapping with exactly one of these keys."""
+    """Returns a schema of a mapping with exactly one of these keys."""
     return mapping(**properties) | {"minProperties": 1, "maxProperties": 1}
 
 

@@ -1,4 +1,4 @@
-"""Alerts fire as expected, computed by Prometheus; skipped if promtool is not installed."""
+"""Alerts fire as expected, evaluated by promtool; skipped unless promtool is installed."""
 
 import shutil
 import subprocess
@@ -39,7 +39,7 @@ TOKENS = "ray_slipstream_completion_tokens_total"
 PREEMPTED = 'vllm:num_preemptions_total{replica="r"}'
 STRANGER = {"replica": "r", "cause": "a caller without a valid token"}
 CASES: list[tuple[str, dict[str, str], dict[str, str], list[str], list[str]]] = [
-    # Values by the minute; `_` is none. The first count of a cause comes with its series.
+    # One value per minute; `_` means no sample. A series begins with its first count.
     ("SlipstreamNotScraped", {RUNNING: "0x10 _x20 0x30"}, {}, ["25m"], ["5m", "17m", "40m"]),
     ("SlipstreamNoTarget", {TARGET: "1x10 0x20 1x30", DRAFTER: "1x60"}, {}, ["20m"], ["5m", "12m", "40m"]),
     ("SlipstreamErrors", {SERVED: "0+10x120", FAILED: "0x20 1+1x40 41x60"}, {}, ["40m"], ["15m", "23m", "90m"]),

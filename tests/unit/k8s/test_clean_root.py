@@ -1,4 +1,4 @@
-"""The steps of `make image-steps` per variant, with what they set and copy, without running them."""
+"""Tests the steps of `make image-steps` per variant, with their variables and copied files, without running them."""
 
 from pathlib import Path, PurePosixPath
 

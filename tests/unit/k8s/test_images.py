@@ -1,4 +1,4 @@
-"""The images: linted, made of files with known hashes, and of what the project needs."""
+"""Container images pass the linter, pin all files by hash, and contain the project's requirements."""
 
 import re
 import shutil
@@ -18,18 +18,18 @@ IMAGES = K8S / "images"
 DOCKERFILE = (IMAGES / "Dockerfile").read_text()
 VARIANTS = ("cpu", "gpu", "vllm")
 HEAVY = ("torch", "triton", "nvidia-cublas", "nvidia-cudnn", "nvidia-nccl", "cuda-toolkit")
-PINNED_BY_VLLM = {"apache-tvm-ffi"}  # by its build for GPUs, otherwise than by the one for CPUs
+PINNED_BY_VLLM = {"apache-tvm-ffi"}  # the GPU build of vLLM pins another version than the CPU build
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
 def lines() -> list[str]:
-    """The instructions, continued lines joined, comments left out."""
+    """Returns the instructions, with continuation lines joined and without comments."""
     text = re.sub(r"^\s*#.*\n", "", DOCKERFILE, flags=re.MULTILINE)
     return [re.sub(r"\s+", " ", line) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def locked(variant: str) -> dict[str, tuple[Version, int]]:
-    """Returns version and number of hashes by package."""
+    """Returns each package's version and number of hashes."""
     text = (IMAGES / f"requirements-{variant}.txt").read_text()
     found = {}
     for entry in text.replace("\\\n", " ").splitlines():
@@ -57,7 +57,7 @@ def test_every_package_has_a_version_and_hashes(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packages_satisfy_the_projects_requirements(variant: str) -> None:
     found = locked(variant)
-    extras = PROJECT["project"]["optional-dependencies"]["tracing"]  # a pod may trace
+    extras = PROJECT["project"]["optional-dependencies"]["tracing"]  # pods may enable tracing
     for requirement in map(Requirement, [*PROJECT["project"]["dependencies"], *extras]):
         assert found[requirement.name][0] in requirement.specifier, f"stale requirements-{variant}.txt: {requirement}"
     assert found["ray"][0] == Version(RAY_VERSION)

@@ -1,4 +1,4 @@
-"""Each kustomization, and cert-manager's objects: no unknown key, and nothing is named that there is not."""
+"""Kustomizations and cert-manager objects have no unknown keys, and reference only existing files and objects."""
 
 import copy
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.unit.k8s.schemas import CERT_MANAGER, SCHEMAS
 
 FOLDERS = sorted(path.parent for path in K8S.rglob("kustomization.yaml"))
 CERTIFICATES = K8S / "components" / "certificates" / "certificates.yaml"
-BY_HAND = {"kustomization.yaml", "slipstream.yaml"}  # which no kustomization names
+BY_HAND = {"kustomization.yaml", "slipstream.yaml"}  # in no kustomization
 
 
 def kustomization(folder: Path) -> Json:
@@ -20,14 +20,14 @@ def kustomization(folder: Path) -> Json:
 
 
 def named(found: Json) -> list[str]:
-    """Every file and folder that a kustomization names."""
+    """Returns the files and folders in a kustomization."""
     patches = [patch["path"] for patch in found.get("patches", [])]
     files = [file for made in found.get("configMapGenerator", []) for file in made["files"]]
     return [*found.get("resources", []), *found.get("components", []), *patches, *files]
 
 
 def misspelt(manifest: Json, *path: str | int) -> Json:
-    """A copy with one key too many, at this place of it."""
+    """Returns a copy with a surplus key at this place."""
     changed = copy.deepcopy(manifest)
     place: Any = changed
     for step in path:
@@ -98,7 +98,7 @@ class TestCertManager:
         assert {each["spec"]["ca"]["secretName"] for each in issuers if "ca" in each["spec"]} == authorities
 
     def test_a_certificate_is_renewed_before_it_expires(self) -> None:
-        """The operator refuses another; by default it renews when a third of the time is left."""
+        """The operator refuses a renewal time beyond the lifetime; by default, it renews after two thirds of it."""
         for each in of_kind(load(CERTIFICATES), "Certificate"):
             hours = [int(each["spec"].get(key, "0h").removesuffix("h")) for key in ("renewBefore", "duration")]
             assert hours[0] < hours[1]

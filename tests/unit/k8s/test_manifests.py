@@ -1,6 +1,6 @@
-"""The manifests in k8s/: valid for Kubernetes, KubeRay and Ray Serve, and true to the configuration they are made from.
+"""Manifests in k8s/ are valid for Kubernetes, KubeRay and Ray Serve, and match their configuration.
 
-Everything is checked as text: no cluster is asked.
+All checks work on text, without a cluster.
 """
 
 import copy
@@ -41,8 +41,8 @@ from tests.unit.k8s.overlays import (
 )
 from tests.unit.k8s.schemas import CERT_MANAGER, MONITORING, SCHEMAS
 
-CRD = ROOT / "tests" / "data" / "kuberay" / "ray.io_rayservices.yaml.gz"  # of KubeRay 1.7, as it publishes it
-KUBERNETES = "1.34"  # whose schemas of the built-in kinds the manifests must satisfy
+CRD = ROOT / "tests" / "data" / "kuberay" / "ray.io_rayservices.yaml.gz"  # published with KubeRay 1.7
+KUBERNETES = "1.34"  # version of the schemas of built-in kinds
 BUILT_IN = {"v1", "batch/v1", "policy/v1", "networking.k8s.io/v1"}
 IMAGE = "registry.example.com/slipstream"
 UNPRIVILEGED = {
@@ -50,30 +50,30 @@ UNPRIVILEGED = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-MAX_NAME = 41  # KubeRay appends to it and must stay within a DNS label
+MAX_NAME = 41  # KubeRay appends suffixes, which must fit into a DNS label
 DEPLOYMENTS = deployments()
 
 
 def in_bytes(quantity: str) -> int:
-    """Converts a memory quantity."""
+    """Converts a memory quantity to bytes."""
     number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", quantity).groups()  # type: ignore[union-attr]
     return int(number) << {"Mi": 20, "Gi": 30}[unit]
 
 
 def group_for(service: Json, labels: Mapping[str, str]) -> Json:
-    """The one worker group whose nodes carry `labels`."""
+    """Returns the only worker group whose nodes have `labels`."""
     (group,) = [group for group in worker_group_specs(service) if labels.items() <= group["labels"].items()]
     return group
 
 
 def ray_resources(group: Json) -> dict[str, float]:
-    """Returns a pod's Ray resources as Ray's autoscaler derives them from the manifest."""
+    """Returns a pod's Ray resources, derived from the manifest like in Ray's autoscaler."""
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     return {"CPU": float(group["rayStartParams"]["num-cpus"]), "GPU": float(limits.get("nvidia.com/gpu", 0))}
 
 
 def target_reservation(pool: TargetPool) -> dict[str, float]:
-    """Returns what a target replica reserves on its node."""
+    """Returns a target replica's reservation on its node."""
     bundles = target_group_options(pool)["placement_group_bundles"]
     return {name: sum(bundle.get(name, 0) for bundle in bundles) for bundle in bundles for name in bundle}
 
@@ -88,7 +88,7 @@ def replicas_per_pod(group: Json, reservation: Mapping[str, float]) -> int:
 
 
 def built_deployments(service: Json) -> dict[str, Any]:
-    """Returns the deployments that the application's builder makes, by name."""
+    """Returns the deployments of the built application, by name."""
     (application,) = serve_config(service)["applications"]
     module, _, function = application["import_path"].partition(":")
     router = getattr(import_module(module), function)(application["args"])._bound_deployment
@@ -96,7 +96,7 @@ def built_deployments(service: Json) -> dict[str, Any]:
 
 
 def pool_groups(service: Json) -> list[tuple[Json, dict[str, float], int, int]]:
-    """Returns worker group, reservation and bounds of each pool."""
+    """Returns each pool's worker group, reservation and bounds."""
     config = slipstream_config(service)
     target = config.target
     draft = config.draft
@@ -118,7 +118,7 @@ def pool_groups(service: Json) -> list[tuple[Json, dict[str, float], int, int]]:
 
 @pytest.fixture(params=DEPLOYMENTS)
 def objects(request: pytest.FixtureRequest) -> list[Json]:
-    """All objects of a deployment, a copy that the test may change."""
+    """Returns a mutable copy of all objects of a deployment."""
     return copy.deepcopy(DEPLOYMENTS[request.param])
 
 
@@ -169,7 +169,7 @@ class TestKubeRay:
         assert len(errors(crd_schema, service)) == 2
 
     def test_further_rules_beyond_the_crd(self, service: Json) -> None:
-        """Checks what the operator refuses after the API server has accepted the object."""
+        """The rules cover refusals by the operator after the API server has accepted an object."""
         name = service["metadata"]["name"]
         spec = service["spec"]
         cluster = spec["rayClusterConfig"]
@@ -193,7 +193,7 @@ class TestKubeRay:
             assert "livenessProbe" not in container, "a pod would be restarted for what another pod's router does"
 
     def test_readiness_follows_the_routers_health(self, service: Json) -> None:
-        """The probe asks Serve's proxy whether it drains, as KubeRay's own does, and a router whether it is ready."""
+        """The probe checks that Serve's proxy is not draining, like KubeRay's probe, and that a router is ready."""
         (pod,) = [pod for labels, pod in pods(service) if labels["ray.io/group"] == "router"]
         probe = pod["containers"][0]["readinessProbe"]
         script = probe["exec"]["command"][-1]
@@ -219,7 +219,7 @@ class TestKubeRay:
         assert autoscaler.get("securityContext", UNPRIVILEGED) == UNPRIVILEGED
 
     def test_writable_paths_are_volumes(self, objects: list[Json]) -> None:
-        """Ray logs below /tmp and shares memory; compilers of kernels keep what they made at home."""
+        """Ray writes logs to /tmp and uses shared memory; kernel compilers cache their output in the home folder."""
         service = ray_service_of(objects)
         jobs = [job["spec"]["template"]["spec"] for job in of_kind(objects, "Job")]
         for pod in [*(pod for _, pod in pods(service)), *jobs]:
@@ -297,15 +297,18 @@ class TestServeConfig:
 
 
 class TestPools:
-    """The configuration's pools against the worker groups that must carry them."""
+    """The configuration's pools fit their worker groups."""
 
     def test_pools_have_separate_groups(self, service: Json) -> None:
         names = [group["groupName"] for group, _, _, _ in pool_groups(service)]
         assert names == ["target", "draft"]
 
     def test_a_replica_fits_on_one_pod(self, service: Json) -> None:
-        """A target replica is STRICT_PACK. Ray's autoscaler knows nothing of a pod but what `ray_resources` reads: a
-        pool that asked for an accelerator_type or a custom resource would never be scaled up."""
+        """A target replica uses STRICT_PACK placement.
+
+        Ray's autoscaler knows only the pod resources that `ray_resources` reads, so a pool with an accelerator_type or
+        a custom resource would never scale up.
+        """
         for group, reservation, _, _ in pool_groups(service):
             assert replicas_per_pod(group, reservation) >= 1, group["groupName"]
 
@@ -348,7 +351,7 @@ class TestPools:
                 assert resources["requests"].get(name) == resources["limits"].get(name)
 
     def test_pods_outlive_the_drain(self, service: Json) -> None:
-        """Ray waits longer than Serve does for replicas, and Kubernetes longer than Ray."""
+        """Ray waits longer for replicas than Serve, and Kubernetes waits longer than Ray."""
         config = slipstream_config(service)
         parts = deployment_parts(service)
         replicas = max(
@@ -363,13 +366,13 @@ class TestPools:
             assert replicas < ray < pod["terminationGracePeriodSeconds"]
 
     def test_the_head_has_no_drain_time(self, service: Json) -> None:
-        """Kubernetes would kill it within Ray's own drain, before its processes had ended."""
+        """With a drain time, Kubernetes would kill the head during Ray's drain, before its processes end."""
         pod = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
         env = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
         assert env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0"
 
     def test_drafters_have_room_for_the_targets_sessions(self, service: Json) -> None:
-        """Checks both bounds, since a session without a drafter loses speculation."""
+        """This covers both bounds, because a session without a drafter loses speculation."""
         config = slipstream_config(service)
         for bound in ("min", "max"):
             drafted = getattr(config.draft.replicas, bound) * config.draft.max_sessions
@@ -384,7 +387,7 @@ class TestPools:
 
 
 class TestHttp:
-    """Clients' requests come in through routers, and through nobody else."""
+    """Client requests enter only through routers."""
 
     @pytest.fixture
     def router_service(self, objects: list[Json]) -> Json:
@@ -421,7 +424,7 @@ class TestHttp:
 
 
 class TestObjectsAround:
-    """The other objects name the pods, ports, claims and models of the RayService."""
+    """Other objects reference existing pods, ports, claims and models of the RayService."""
 
     @pytest.mark.parametrize("kind", ["PodDisruptionBudget", "PodMonitor"])
     def test_selectors_match_pods(self, kind: str) -> None:
@@ -433,7 +436,7 @@ class TestObjectsAround:
             assert any(wanted <= labels.items() for labels, _ in pods(ray_service_of(objects))), manifest["metadata"]
 
     def test_every_process_is_scraped(self) -> None:
-        """A monitor that names a port which a pod has not drops that pod in silence."""
+        """A monitor silently drops pods without the named port."""
         objects = DEPLOYMENTS["l4-h100"]
         scraped: dict[str, set[str]] = {}
         for labels, pod in pods(ray_service_of(objects)):

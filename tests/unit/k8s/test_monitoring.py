@@ -1,4 +1,4 @@
-"""Alerts and dashboard ask only for metrics that are published, by labels that they have."""
+"""Alerts and the dashboard query only published metrics, with existing labels."""
 
 import json
 import re
@@ -29,8 +29,8 @@ from tests.unit.serve_app.publishing.exported_names import exported
 FIGURES = Figures(sessions=20, agreement=0.5, tokens_per_verify=2.0)
 TRAINED = TrainerStatus("waiting", 1, 1, 1, None, {"promoted": 1}, 60.0, FIGURES, FIGURES)
 MONITORING = K8S / "components" / "monitoring"
-SERVE_LABELS = {"deployment", "replica", "application"}  # that Serve gives to each metric of a replica
-TARGET_LABELS = {"ray_io_cluster", "ray_io_group", "pod", "namespace"}  # that Prometheus gives to what it scrapes
+SERVE_LABELS = {"deployment", "replica", "application"}  # added by Serve to a replica's metrics
+TARGET_LABELS = {"ray_io_cluster", "ray_io_group", "pod", "namespace"}  # added by Prometheus to scraped metrics
 ADDED = {"le"}  # by histograms
 EARLIER_NAMES = {"ray_slipstream_plain_tokens_per_second"}  # published for dashboards of earlier releases
 
@@ -41,7 +41,7 @@ def alerts() -> list[Json]:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Every PromQL expression of alerts and dashboard, with the place that it is at; Grafana's variables filled in."""
+    """Yields every PromQL expression of alerts and dashboard with its place; Grafana's variables are replaced."""
     for alert in alerts():
         yield alert["alert"], alert["expr"]
     for panel in dashboard()["panels"]:
@@ -50,7 +50,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 def published() -> dict[str, set[str]]:
-    """Every metric of Slipstream's processes as Prometheus knows it, with its labels."""
+    """Returns the labels of every metric of Slipstream's processes, by its name in Prometheus."""
     found = {f"ray_{family}_total": {*LABELS.get(family, CAUSE_LABEL)} | SERVE_LABELS for family in HELP}
     metrics = Metrics(
         remedies=lambda: {("drafter", "non_speculative"): 1}, handovers=lambda: {("target", "planned"): 1}
@@ -74,7 +74,7 @@ def published() -> dict[str, set[str]]:
 
 
 def relabelled(name: str) -> str:
-    """A metric's name as the PodMonitor of all pods has it."""
+    """Returns a metric's name after the relabelling of the PodMonitor."""
     (manifest,) = load(MONITORING / "pod-monitor.yaml")
     (rule,) = manifest["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
     assert (rule["sourceLabels"], rule["targetLabel"]) == (["__name__"], "__name__")
@@ -82,7 +82,7 @@ def relabelled(name: str) -> str:
 
 
 def selected(expression: Any) -> Iterator[Any]:
-    """Every vector that an expression selects."""
+    """Yields every vector selector of an expression."""
     if isinstance(expression, promql_parser.VectorSelector):
         yield expression
     for name in ("lhs", "rhs", "expr", "vector_selector", "args"):
@@ -92,14 +92,14 @@ def selected(expression: Any) -> Iterator[Any]:
 
 
 def serve_metrics() -> set[str]:
-    """The names that Ray Serve's own metrics have in its source."""
+    """Returns the names of Ray Serve's own metrics, read from its source."""
     source = Path(ray.__file__).parent / "serve" / "_private"
     return {f"ray_{name}" for path in source.glob("*.py") for name in re.findall(r'"(serve_\w+)"', path.read_text())}
 
 
 @dataclass
 class Choice:
-    """A replica that has ended."""
+    """Finished choice of an answer."""
 
     tokens: int = 2
     accepted: int = 1
@@ -113,7 +113,7 @@ HISTOGRAM = ("_bucket", "_sum", "_count")
 
 
 def base(name: str) -> str:
-    """A histogram's name without what its samples add."""
+    """Returns a histogram's name without the suffixes of its samples."""
     return next((name.removesuffix(end) for end in HISTOGRAM if name.endswith(end)), name)
 
 

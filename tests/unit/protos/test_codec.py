@@ -1,4 +1,4 @@
-"""The codec: messages round-trip, and a malformed message is set aside without its neighbours."""
+"""Messages round-trip through the codec, and a malformed message does not affect its neighbors."""
 
 import math
 from collections.abc import Callable
@@ -207,7 +207,7 @@ DRAFT_REQUESTS = st.builds(
     st.sampled_from(Shape),
 )
 REFUSALS = st.builds(Refusal, NAMES, U32, st.sampled_from(RefusalReason), st.text(max_size=8))
-FRAMES: dict[Any, tuple[st.SearchStrategy[Any], ...]] = {  # the greeting, then what repeats, in the frame's order
+FRAMES: dict[Any, tuple[st.SearchStrategy[Any], ...]] = {  # greeting, then repeated messages, in frame order
     pb.RouterToDrafter: (HELLOS, opens(), CLOSES),
     pb.DrafterToRouter: (WELCOMES, RESYNCS, REFUSALS),
     pb.RouterToTarget: (HELLOS, opens(), CLOSES),
@@ -244,7 +244,7 @@ def test_every_message_of_every_frame_round_trips(frame_type, data):
     [(pb.TargetToRouter, Verdict("s", 1, 1, 0, (1,), 0, 0)), (pb.DrafterToRouter, Resync("s", 1, 0))],
 )
 def test_a_leaving_message_is_decoded_last(frame_type, before):
-    """A verdict in the same frame belongs to the attempt that the router is about to give up."""
+    """A verdict in the same frame belongs to the attempt that the router will give up."""
     wire = encode(frame_type, [Leaving(), before]).SerializeToString()
     assert decode(frame_type.FromString(wire)) == Decoded((before, Leaving()))
 
@@ -278,7 +278,7 @@ SIZED = {
 
 @pytest.mark.parametrize(("frame_type", "message"), SIZED.values(), ids=SIZED)
 def test_the_estimated_size_of_a_message_is_close_to_its_encoded_size(frame_type, message):
-    """Frames and waiting messages are bounded by the estimate, so it must not be too low."""
+    """The estimate limits frames and queues, so it must not be too low."""
     exact = len(encode(frame_type, [message]).SerializeToString())
     assert exact <= encoded_bytes(message) <= exact + 256
 
@@ -290,7 +290,7 @@ def test_a_message_that_a_frame_cannot_hold_is_an_error_of_the_sender():
         encode(pb.RouterToTarget, [LiveSession("s", 1)])  # type: ignore[list-item]
 
 
-# ---------------------------------------------------------------- malformed
+# ---------------------------------------------------------------- malformed messages
 
 
 def ids(*values: int) -> bytes:
@@ -494,7 +494,7 @@ CASES = [
 
 @pytest.mark.parametrize(("frame_type", "field", "good", "change", "why"), CASES)
 def test_a_malformed_message_is_set_aside_and_its_neighbours_survive(frame_type, field, good, change, why):
-    """It keeps its session and attempt: a Refusal under attempt 0 would be void for the ledger."""
+    """The malformed message keeps its session and attempt, because the ledger ignores a Refusal of attempt 0."""
     bad = good()
     change(bad)
     neighbour = good()

@@ -1,4 +1,4 @@
-"""Trees of draft tokens: their shape, what is left of one after a cut, and after some of it was decided."""
+"""Tests trees of draft tokens: their shape, and the remainder after a cut or after decided tokens."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,18 +6,18 @@ from hypothesis import strategies as st
 from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from tests.unit.trees import trees
 
-VOCABULARY = 3  # few, so that branches have tokens in common
-TREE = DraftTree((5, 6, 3, 6, 2), (-1, 0, -1, 2, 0))  # 5 then 6 or 2, 3 then 6
+VOCABULARY = 3  # few, so that branches share tokens
+TREE = DraftTree((5, 6, 3, 6, 2), (-1, 0, -1, 2, 0))  # paths 5 6, 5 2 and 3 6
 PROBS = SparseProbs(((5,), (6,), (7,)), ((1,), (2,), (3,)))
 
 
 def texts(tree: DraftTree) -> set[tuple[int, ...]]:
-    """Tokens on the way to each node."""
+    """Returns the path of tokens to each node."""
     return {tuple(tree.tokens[node] for node in path) for path in tree.paths}
 
 
 def is_sound(tree: DraftTree) -> bool:
-    """Returns whether parents precede their children, whose tokens differ."""
+    """Returns whether parents precede their children, and siblings have distinct tokens."""
     children = list(zip(tree.parents, tree.tokens, strict=True))
     return all(-1 <= parent < node for node, parent in enumerate(tree.parents)) and len(set(children)) == len(children)
 

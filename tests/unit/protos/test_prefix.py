@@ -1,4 +1,4 @@
-"""The rolling hash by which blocks and verdicts are addressed."""
+"""Tests the rolling hash that identifies the prefix of blocks and verdicts."""
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -53,7 +53,7 @@ def test_key_tokens_and_length_all_change_the_hash(key, other_key, tokens, other
 
 
 def test_a_permutation_and_a_trailing_zero_are_other_histories():
-    """A sum, an exclusive-or or a hash that starts at zero would confuse them."""
+    """A sum, an exclusive-or, or a hash that starts at zero would confuse these histories."""
     assert Prefix(0, [1, 2]).hash != Prefix(0, [2, 1]).hash
     assert Prefix(0, [0]).hash != Prefix(0, [0, 0]).hash != Prefix(0).hash
     assert Prefix(0, [5, 5]).hash != Prefix(0).hash

@@ -1,4 +1,4 @@
-"""The protocol's own documentation: no field, value, message or call without a comment."""
+"""Every field, value, message and call of the protocol has a comment."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ DECLARATION = re.compile(
 
 
 def declared() -> Iterator[tuple[str, bool]]:
-    """Every declared name, and whether a comment stands right above it."""
+    """Yields every declared name, and whether a comment precedes it directly."""
     above = ""
     for line in PROTO.read_text().splitlines():
         if match := DECLARATION.match(line):

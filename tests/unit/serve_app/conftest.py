@@ -1,4 +1,4 @@
-"""The toy tokenizer and its codec, built once; loggers as they were before each test."""
+"""Provides the toy tokenizer and its codec, built once, and restores loggers after each test."""
 
 import logging
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def codec(tokenizer: Any) -> TextCodec:
 
 @pytest.fixture(autouse=True)
 def _restored_loggers() -> Iterator[None]:
-    """Undoes what starting a deployment does to the packages' loggers, which other tests' `caplog` reads."""
+    """Restores the packages' loggers, which deployments change at start and other tests read through `caplog`."""
     loggers = [logging.getLogger(package) for package in PACKAGES]
     parents = [logger.parent for logger in loggers]
     yield

@@ -1,4 +1,4 @@
-"""Reports of a difference."""
+"""Tests reports of audit differences."""
 
 import json
 import logging

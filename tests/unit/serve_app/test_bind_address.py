@@ -1,4 +1,4 @@
-"""Addresses that replicas listen on: loopback only if it is the whole cluster and nothing must be authenticated."""
+"""Replicas bind to loopback only on a single-machine cluster without authentication."""
 
 import pytest
 import ray

@@ -1,4 +1,4 @@
-"""Replicas that a configuration change replaces, by Serve's own rule for an application's version."""
+"""Tests the replicas replaced by a configuration change, with Serve's own rule for application versions."""
 
 import os
 from typing import Any, get_args
@@ -44,7 +44,7 @@ def told_by_environment(config: SlipstreamConfig, pool: str) -> dict[str, str]:
 
 
 def replaced(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
-    """Returns the deployments that Serve would replace: by version, and by where replicas run."""
+    """Returns the deployments that Serve would replace because of their version or placement."""
     versions = {get_app_code_version(application_schema(config, "ours", "/")) for config in (before, after)}
     if len(versions) > 1:
         return POOLS
@@ -58,7 +58,7 @@ def told_anew(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
 
 
 def named(given: object) -> str:
-    """Names a test case independently of set order, which differs between processes."""
+    """Returns a test name independent of set order, which varies between processes."""
     return "+".join(sorted(given)) or "nobody" if isinstance(given, set) else str(given)
 
 

@@ -1,4 +1,4 @@
-"""The demo's data: support requests and replay examples."""
+"""Tests the demo's support requests and replay examples."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Deployments' use of the configuration."""
+"""Tests the deployments' use of the configuration."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ def test_the_configured_pacing_is_used(speculation: SpeculationConfig, policy: t
 
 def test_serves_queue_is_limited_and_answered_like_the_router() -> None:
     config = validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}, "server": {"max_requests": 10}})
-    router = application(config)._bound_deployment  # Serve has no other way to look into an application
+    router = application(config)._bound_deployment  # Serve has no public accessor
     assert (router.max_ongoing_requests, router.max_queued_requests) == (20, 10)
     assert (router.backpressure_config.status_code, router.backpressure_config.retry_after_s) == (429, 1)
 
@@ -78,7 +78,7 @@ ends_once = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited") 
     [(TargetDeployment, (), startup), (DraftDeployment, POOLS[:1], startup), (RouterDeployment, POOLS, deployments)],
 )
 async def test_a_replica_that_failed_at_startup_closes_nothing(deployment: Any, pools: Any, module: Any) -> None:
-    replica = deployment.__new__(deployment)  # as Serve makes one, which ends it whatever came of its start
+    replica = deployment.__new__(deployment)  # like Serve, which calls `__del__` even after a failed start
     with (
         patch.object(module, "local_folder", side_effect=ModelError("no such model")),
         patch.object(deployments, "serve"),
@@ -130,7 +130,7 @@ async def test_started_parts_are_closed_if_a_later_one_fails() -> None:
 
 
 class Broken(Exception):
-    """An error that no loop expects."""
+    """Unexpected error in a loop."""
 
 
 async def test_health_reports_a_failed_loop_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:

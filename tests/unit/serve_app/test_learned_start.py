@@ -1,4 +1,4 @@
-"""A drafter whose draft learns starts with the current version, or else with the configured draft."""
+"""A drafter with a learning draft starts with the current version, or with the configured draft."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def a_manifest(target: str, agreement: float) -> Manifest:
 
 @pytest.fixture
 def config(tmp_path: Path) -> SlipstreamConfig:
-    """A tiny pair whose draft learns; its configured draft publishes an acceptance of 0.6."""
+    """Configures a tiny pair with a learning draft, whose published acceptance is 0.6."""
     good_checkpoint(tmp_path / "target")
     path = good_checkpoint(tmp_path / "draft") / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"first_token_acceptance": 0.6}))
@@ -110,7 +110,7 @@ def test_a_draft_that_does_not_learn_has_no_versions() -> None:
     assert VersionFolder(Path("/nowhere")).current() == 0
 
 
-# ---------------------------------------------------------------- versions that were promoted by hand
+# ---------------------------------------------------------------- manually promoted versions
 
 
 def cut_off(folder: Path) -> None:
@@ -151,7 +151,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 
 
 class Serving:
-    """Takes exchanged weights, as a drafter does between two passes."""
+    """Fake drafter that accepts exchanged weights between passes."""
 
     def __init__(self) -> None:
         self.version_watch = VersionWatch(0)

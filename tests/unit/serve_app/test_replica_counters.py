@@ -1,4 +1,4 @@
-"""Counters by cause that a replica publishes."""
+"""Tests a replica's published counters by cause."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -39,7 +39,7 @@ AUDITS = Audits(AuditConfig(), "float32", lambda _: None)
 
 
 class Recorder:
-    """Sums what Ray's counters are given."""
+    """Sums the increments of Ray's counters."""
 
     def __init__(self) -> None:
         self.totals: dict[tuple[str, str], float] = defaultdict(float)
@@ -75,7 +75,7 @@ class Clock:
 
 
 def a_target(clock: Clock) -> TargetReplica:
-    executor: Any = None  # nothing is computed
+    executor: Any = None  # never computes
     limits = VerificationLimits(vocabulary=50, max_context=100, max_sessions=4, max_step_tokens=64)
     return TargetReplica(ThreadEngine(executor), limits, "v", "m", step_timeout_s=1.0, clock=clock)
 

@@ -1,4 +1,4 @@
-"""A router's limit on sessions, its refusals, and its log about peers."""
+"""Tests a router's session limit, its refusals, and its log about peers."""
 
 import asyncio
 import logging
@@ -62,7 +62,7 @@ async def test_sessions_that_outlast_the_drain_end_with_an_error(router: Router,
         assert not router.has_ended
         router.check_room(1)
         router.drain(within_s=0)
-        router.go_on()  # too late: it is draining
+        router.go_on()  # too late; already draining
     with pytest.raises(DrainingError, match="before the answer was complete"):
         await asyncio.wait_for(running, 10)
     assert router.has_ended

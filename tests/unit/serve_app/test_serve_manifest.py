@@ -1,4 +1,4 @@
-"""The file for `serve deploy`: Serve reads it, and finds the configuration in it."""
+"""Serve reads the manifest for `serve deploy` and finds the configuration in it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Starts that hang end with what to do; those that fail, fail as they do."""
+"""A hanging start ends with an error that states the remedy; a failing start raises its own error."""
 
 import asyncio
 

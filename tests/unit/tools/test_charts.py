@@ -1,4 +1,4 @@
-"""Charts' content, read from matplotlib's objects and from the SVG text."""
+"""Tests the content of charts through matplotlib's objects and the SVG text."""
 
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise

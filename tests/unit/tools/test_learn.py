@@ -1,4 +1,4 @@
-"""`slipstream learn run` with a tiny pair, and `forget`."""
+"""Tests `slipstream learn run` and `forget` with a tiny pair."""
 
 import json
 import random
@@ -119,7 +119,7 @@ def texts(key: str, count: int = 150) -> list[Example]:
 
 @pytest.mark.parametrize("whose", ["--key", "--all"])
 def test_forget_leaves_nothing(config: Path, tmp_path: Path, whose: str) -> None:
-    """After a finished training, an interrupted one, and a router that was killed while it wrote."""
+    """The cases are a finished training, an interrupted training, and a router killed during a write."""
     folder = tmp_path / "learning"
     options = LearningOptions(folder=str(folder), min_examples=100, min_sessions=6, epochs=1)
     draft = Draft(write_draft(tmp_path / "tiny"), "draft_model", "target", draft_tokens=4)

@@ -1,4 +1,4 @@
-"""The trace: spans as Perfetto reads them, and as a picture."""
+"""Tests traces: spans in Perfetto's format, and as a picture."""
 
 import json
 import xml.etree.ElementTree as ElementTree

@@ -1,4 +1,4 @@
-"""Credentials on disk: reloaded, kept while a new set is incomplete, and refused by name where there are none."""
+"""Credentials on disk are reloaded, kept while a new set is incomplete, and refused by name if missing."""
 
 import logging
 
@@ -100,7 +100,7 @@ def test_loopback(host, expected):
 
 
 class Bound:
-    """Takes the place of a server that listens."""
+    """Fake listening server."""
 
     def add_insecure_port(self, address: str) -> int:
         return 1

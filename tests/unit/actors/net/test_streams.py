@@ -1,4 +1,4 @@
-"""Streams: queued messages of a peer, and links that share a connection; a fake replaces gRPC's stream."""
+"""Tests queued messages of a peer, and links that share a connection, with a fake gRPC stream."""
 
 import asyncio
 import gc
@@ -25,7 +25,7 @@ async def frames(outbox: Outbox, count: int) -> list[list[Message]]:
 
 
 async def test_a_frame_of_states_is_small_so_that_other_streams_get_their_turn():
-    """Two halves and what is around them are more than a frame."""
+    """Two halves with their overhead exceed a frame."""
     outbox = StatesOutbox()
     for _ in range(3):
         outbox.put(HALF)
@@ -37,7 +37,7 @@ async def test_a_frame_of_states_is_small_so_that_other_streams_get_their_turn()
 
 
 async def test_a_drafter_that_takes_no_states_loses_its_stream_and_not_the_targets_memory():
-    """Taking messages frees their space; messages after the end of the stream are dropped."""
+    """Taken messages free their space; the queue drops messages after the end of the stream."""
     outbox = StatesOutbox()
     ends = asyncio.ensure_future(outbox.overflow())
     for _ in range(3):
@@ -88,7 +88,7 @@ async def test_a_frame_holds_no_more_messages_than_a_peer_reads_at_once():
 
 
 class Stream:
-    """Welcomes its caller, and then sends nothing, or breaks."""
+    """Stream that welcomes its caller, and then stays silent or breaks."""
 
     def __init__(self, breaks: bool) -> None:
         self.breaks = breaks
@@ -107,7 +107,7 @@ class Stream:
 
 
 class Peer:
-    """Credentials, channel and stub of one peer; knows its streams only for as long as somebody else does."""
+    """Credentials, channel and stub of a peer, with weak references to its streams."""
 
     metadata = ()
 
@@ -132,7 +132,7 @@ class Peer:
 
 @pytest.fixture
 def nothing_is_collected() -> Iterator[None]:
-    """A process that rests collects nothing for hours."""
+    """Disables garbage collection, as in an idle process."""
     gc.collect()
     gc.disable()
     yield
@@ -156,7 +156,7 @@ async def test_nobody_knows_of_the_stream_of_a_closed_link() -> None:
     await up.wait()
     assert [stream() is not None for stream in peer.streams] == [True]
     await link.close()
-    await asyncio.sleep(0)  # until the event loop has forgotten its task
+    await asyncio.sleep(0)  # until the event loop has released the task
     assert [stream() for stream in peer.streams] == [None]
     await link.close()
 
@@ -167,6 +167,6 @@ async def test_nobody_knows_of_a_stream_that_broke() -> None:
     down = asyncio.Event()
     link = linked(peer, asyncio.Event(), down)
     await down.wait()
-    await asyncio.sleep(0)  # until it waits to dial again
+    await asyncio.sleep(0)  # until the link waits to redial
     assert [stream() for stream in peer.streams] == [None]
     await link.close()

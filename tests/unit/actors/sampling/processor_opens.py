@@ -1,4 +1,4 @@
-"""Opens of sessions as logits processors look at them."""
+"""Open messages for tests of logits processors."""
 
 from dataclasses import replace
 from typing import Any

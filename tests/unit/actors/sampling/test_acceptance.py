@@ -1,4 +1,4 @@
-"""All blocks of a step decided at once: the same as each of them by itself, by the specification."""
+"""The batched decision of a step equals the reference's decision of each block."""
 
 from random import Random
 
@@ -84,7 +84,7 @@ def one_by_one(step: list[PendingBlock], logits: Tensor) -> list[BlockDecision]:
 
 
 def some_logits(step: list[PendingBlock], seed: int) -> Tensor:
-    """Likes the drafts, so that they stand often; coarse, so that some tie."""
+    """Returns logits that favor the drafts, so many are accepted; coarse values cause ties."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(sum(block.positions for block in step), VOCABULARY, generator=generator) * 4).round() / 4
     begin = 0
@@ -112,7 +112,7 @@ def test_where_candidates_do_not_suffice_the_block_is_decided_thoroughly(step, s
 
 
 def test_trees_of_a_step_are_accepted_along_more_than_their_first_chain():
-    """Else the equality above would show nothing of trees."""
+    """Otherwise the equality tests would not cover trees."""
     blocks = [a_tree_block(seed) for seed in range(40)]
     found = decide(blocks, some_logits(blocks, 1))
     assert sum(decision.path != tuple(range(len(decision.path))) for decision in found) > 5
@@ -124,7 +124,7 @@ def a_tree_block(seed: int) -> PendingBlock:
 
 
 def test_nothing_to_decide_is_no_decision():
-    """A step of prompt chunks alone."""
+    """The step contains only prompt chunks."""
     assert decide([], torch.empty(0, VOCABULARY)) == []
 
 
@@ -133,11 +133,11 @@ def a_block(sampling: Sampling, rule: Acceptance = Acceptance.COUPLED, draft: tu
 
 
 def test_all_that_a_step_decides_comes_to_the_host_in_one_copy():
-    """The host waits for the device once, whatever kinds of requests are in the step."""
+    """The host waits for the device once, regardless of the requests in the step."""
     copies = 0
 
     class Counted(Tensor):
-        """Every way for numbers to reach the host."""
+        """Counts all copies from the device to the host."""
 
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -154,7 +154,7 @@ def test_all_that_a_step_decides_comes_to_the_host_in_one_copy():
 
 
 def test_a_rejection_where_rounding_leaves_no_residual_is_decided_by_the_specification_too(monkeypatch):
-    """Equal distributions and noise that rejects: each draws its token from the target's row."""
+    """With equal distributions and rejecting noise, both implementations draw the token from the target's row."""
     for module in ("actors.sampling.acceptance", "tests.sampling_reference"):
         monkeypatch.setattr(f"{module}.uniform_scalar", lambda _: 1.0)
     equal = SparseProbs(((0, 1, 2),), ((1, 1, 1),))
@@ -194,7 +194,7 @@ def test_nonfinite_logits_leave_only_their_own_block_undecided(step, seed, data)
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_masked_logits_are_decided(sampling):
-    """Some models put -inf on tokens that they never generate."""
+    """Some models set the logits of unused tokens to -inf."""
     chain = a_chain(sampling, [], TokenRules())
     block = PendingBlock(Acceptance.COUPLED, sampling, DraftTree.chain(()), chain, DrawAddress(1, 0, 2))
     logits = torch.full((1, VOCABULARY), -torch.inf)
@@ -206,7 +206,7 @@ def test_masked_logits_are_decided(sampling):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling()], ids=["greedy", "drawn"])
 def test_a_nonfinite_logit_is_found_anywhere_in_a_large_vocabulary(dtype, value, sampling):
-    """Covers every lane of a vectorised maximum, and its remainder."""
+    """The cases cover every lane of a vectorised maximum, and its remainder."""
     vocabulary = 1031
     block = PendingBlock(Acceptance.COUPLED, sampling, DraftTree.chain(()), None, DrawAddress(1, 0, 2))
     for at in (0, 1, 15, 16, 513, vocabulary - 1):

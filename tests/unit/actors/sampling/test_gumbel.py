@@ -1,6 +1,6 @@
-"""Noise: a pure function of its address, the same wherever it is computed.
+"""Gumbel noise is a pure function of its address, equal on every device.
 
-Statistical tests have a false-alarm rate of 1e-6 for a change of the seeds written here.
+Statistical tests have a false-alarm rate of 1e-6 per change of their seeds.
 """
 
 import math
@@ -18,7 +18,7 @@ KEYS = st.integers(-(1 << 63), (1 << 63) - 1)
 
 
 def reference(at: int, token_id: int) -> float:
-    """splitmix64's finaliser in Python integers: what every device must agree with."""
+    """Computes splitmix64's finaliser in Python integers, the reference for every device."""
     x = (at + token_id * 0x9E3779B97F4A7C15) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -34,7 +34,7 @@ def test_tensors_agree_with_integers_bit_for_bit(at, token_ids):
 
 
 def key_whose_bits_are(bits: int) -> int:
-    """Inverts the finaliser: the key that gives these 64 bits for token 0."""
+    """Inverts the finaliser; returns the key with these 64 bits for token 0."""
 
     def unshift(y: int, shift: int) -> int:
         x = y
@@ -49,7 +49,7 @@ def key_whose_bits_are(bits: int) -> int:
 
 
 def test_the_extremes_are_inside_the_open_interval():
-    """A uniform number that rounds to 1 is infinite noise: it draws its token whatever the logits are."""
+    """A uniform number that rounds to 1 gives infinite noise, which draws its token for any logits."""
     for bits in (0, MASK):
         at = key_whose_bits_are(bits)
         assert 0.0 < uniform_scalar(at) < 1.0
@@ -57,7 +57,7 @@ def test_the_extremes_are_inside_the_open_interval():
 
 
 def test_noise_does_not_depend_on_the_batch_or_on_the_vocabulary():
-    """Drafter and target have other batches, and often other padding."""
+    """Drafter and target have different batches, and often different padding."""
     keys = [key(7, 0, position, Purpose.DRAW) for position in range(5)]
     together = torch.stack([gumbel(at, torch.arange(1000)) for at in keys])
     for row, at in enumerate(keys):
@@ -73,7 +73,7 @@ def test_every_part_of_the_address_matters():
 
 
 def test_noise_is_uniform_over_tokens_positions_and_seeds():
-    """Tests each axis alone, since others would hide a weakness."""
+    """The test covers each axis alone, since other axes would hide a weakness."""
     axes = {
         "tokens": uniform(torch.tensor([key(5, 0, 9, Purpose.DRAW)]), torch.arange(20_000)).tolist(),
         "positions": [uniform_scalar(key(5, 0, position, Purpose.ACCEPT)) for position in range(20_000)],
@@ -84,7 +84,7 @@ def test_noise_is_uniform_over_tokens_positions_and_seeds():
 
 
 def test_neighbours_and_purposes_are_independent():
-    """Acceptance noise that goes with drafting noise, or with its neighbour's, biases what is accepted."""
+    """Acceptance noise correlated with drafting noise or with a neighbor's noise would bias acceptance."""
     for other in ((1, Purpose.ACCEPT), (0, Purpose.RECOVER), (0, Purpose.DRAFT), (0, Purpose.DRAW)):
         step, purpose = other
         cells = [0] * 16

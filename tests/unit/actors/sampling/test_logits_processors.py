@@ -1,4 +1,4 @@
-"""Each logits processor against a plain reference, after any path of any tree."""
+"""Compares each logits processor with a simple reference, for any path of any tree."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def a_chain(request: Open, generated: tuple[int, ...]) -> ProcessorChain:
 
 
 def by_transformers(processor, logits: Tensor, prompt, generated, draft: DraftTree) -> Tensor:
-    """Row by row; what it sees is the text before the row and nothing else."""
+    """Applies transformers' processor row by row, given only the text before each row."""
     rows = [
         processor(torch.tensor([[*prompt, *generated, *path]]), row.unsqueeze(0).clone())[0]
         for row, path in zip(logits, paths_of(draft), strict=True)
@@ -79,8 +79,8 @@ def test_frequency_and_presence_penalties_are_those_of_openai(prompt, generated,
 
 
 ALLOWED = st.sets(TOKEN, min_size=1, max_size=VOCABULARY - 1)
-NO_TOKEN = (VOCABULARY + 1,)  # the prompt's tokens begin no bad word, as in vLLM, and the reference needs one
-LIKE_TRANSFORMERS: dict[str, Any] = {  # changes of an Open, and transformers' processor, by a drawn parameter
+NO_TOKEN = (VOCABULARY + 1,)  # stands for the prompt, which begins no bad word, as in vLLM
+LIKE_TRANSFORMERS: dict[str, Any] = {  # Open changes and transformers' processor, by drawn parameter
     "repetition penalty": (
         st.floats(0.1, 3).filter(lambda penalty: penalty != 1),
         lambda penalty, prompt: ({"sampling": Sampling(repetition_penalty=penalty)}),
@@ -129,7 +129,7 @@ def test_a_row_depends_on_its_text_alone(sampling, rules, prompt, generated, tre
     chain = chain_of(request)
     cut = data.draw(st.integers(0, len(generated)))
     chain.follow((*prompt, *generated[:cut]))
-    chain.apply(logits, paths_of(tree))  # of an earlier step, which leaves nothing behind
+    chain.apply(logits, paths_of(tree))  # an earlier step must leave no state
     chain.follow((*prompt, *generated))
     together = chain.apply(logits, paths_of(tree))
     for row, path in enumerate(paths_of(tree)):
@@ -138,7 +138,7 @@ def test_a_row_depends_on_its_text_alone(sampling, rules, prompt, generated, tre
 
 
 def test_masks_come_before_bias_and_bias_before_penalties():
-    """A biased logit is penalised, and no bias brings a forbidden token back."""
+    """Penalties apply to biased logits, and a bias never restores a forbidden token."""
     rules = TokenRules(logit_bias=((1, 10.0), (2, 100.0)), allowed=(1, 3))
     chain = a_chain(opened(Sampling(repetition_penalty=2.0), rules=rules), (1,))
     row = chain.apply(torch.zeros(1, VOCABULARY), [()])[0]
@@ -151,7 +151,7 @@ def test_a_plain_request_has_no_processors():
 
 
 def test_logits_of_any_width_are_copied_before_they_are_changed():
-    """They are needed as they are, for log probabilities."""
+    """Log probabilities need the original logits."""
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.zeros(1, VOCABULARY, dtype=dtype)
         a_chain(opened(rules=TokenRules(logit_bias=((1, 1.0),))), ()).apply(logits, [()])

@@ -1,6 +1,6 @@
-"""The verdict's arithmetic. Names in brackets are the cases of other systems' suites that these correspond to.
+"""Tests the arithmetic of verdicts; names in brackets are equivalent cases in other systems' test suites.
 
-Statistical tests have a false-alarm rate of 1e-6 for a change of the seeds written here.
+Statistical tests have a false-alarm rate of 1e-6 per change of their seeds.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ FALSE_ALARM = 1e-6
 
 
 def peaks(*tokens: int, vocabulary: int = 10) -> Tensor:
-    """Logits whose likeliest tokens are these."""
+    """Returns logits with the given top tokens."""
     logits = torch.zeros(len(tokens), vocabulary)
     logits[range(len(tokens)), tokens] = 5.0
     return logits
@@ -45,14 +45,14 @@ def accept_chain(
     draft_probs: SparseProbs | None,
     at: DrawAddress,
 ) -> tuple[int, int]:
-    """Returns the number of accepted tokens of a chain, and the next one."""
+    """Returns the number of accepted tokens of a chain, and the next token."""
     decision = accept(rule, greedy, logits, DraftTree.chain(draft, draft_probs), at)
     assert decision.path == tuple(range(len(decision.path)))
     return len(decision.path), decision.next_token
 
 
 def draw_chain(logits: Tensor, at: DrawAddress) -> list[int]:
-    """The target's own token at each of several places that follow one another."""
+    """Returns the target's tokens at consecutive places."""
     return draw(logits, DraftTree.chain((0,) * (len(logits) - 1)), at)
 
 
@@ -93,7 +93,7 @@ def test_greedy_accepts_the_target_s_own_tokens(rule, own, draft, expected):
 
 
 def test_coupled_accepts_exactly_the_targets_own_draws():
-    """The output is a prefix of the target's own draws, whatever the draft."""
+    """The output is a prefix of the target's own draws for any draft."""
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
     for seed in range(50):
         own = draw_chain(logits, at(seed))
@@ -103,7 +103,7 @@ def test_coupled_accepts_exactly_the_targets_own_draws():
 
 
 def test_a_draw_depends_on_its_own_position_alone():
-    """Not on where in a block it falls: that is what makes output immune to any schedule."""
+    """Draws do not depend on the position within a block, so the output does not depend on the schedule."""
     logits = torch.randn(5, 10, generator=torch.Generator().manual_seed(2))
     for seed in range(20):
         one_by_one = [draw_chain(logits[i : i + 1], at(seed, 3 + i))[0] for i in range(5)]
@@ -117,7 +117,7 @@ def test_a_draw_depends_on_its_own_position_alone():
 
 
 def first_tokens(logits: Tensor, draft_row: dict[int, int] | None, drafts: list[int]) -> tuple[Counter[int], int]:
-    """First decided token, and how many drafts stood, over as many seeds as drafts."""
+    """Returns the first decided tokens and the number of accepted drafts, with one seed per draft."""
     counts: Counter[int] = Counter()
     stood = 0
     for seed, token in enumerate(drafts):
@@ -129,7 +129,7 @@ def first_tokens(logits: Tensor, draft_row: dict[int, int] | None, drafts: list[
 
 
 def test_rejection_sampling_keeps_the_targets_distribution_under_a_truncated_draft():
-    """The draft lacks two tokens and overrates others: all of that must cancel."""
+    """The draft lacks two tokens and overrates others, and acceptance must correct both."""
     probs = [0.4, 0.1, 0.3, 0.15, 0.05]
     draft_row = {0: 1, 1: 4, 2: 3}
     drafts = torch.multinomial(
@@ -142,7 +142,7 @@ def test_rejection_sampling_keeps_the_targets_distribution_under_a_truncated_dra
 
 
 def test_rejection_sampling_keeps_the_targets_distribution_under_a_point_mass():
-    """No draft_probs: the token stands with its own probability, and is never its own replacement."""
+    """Without draft_probs, a token is accepted with its own probability, and never replaces itself."""
     probs = [0.5, 0.3, 0.2]
     counts, stood = first_tokens(log_probs(probs, probs), None, [1] * 5000)
     assert p_value(counts, probs) > FALSE_ALARM
@@ -158,7 +158,7 @@ def test_the_bonus_token_follows_the_last_position():
 
 
 def test_nothing_after_a_rejection_is_accepted():
-    """Position 0 never stands; position 1 always would."""
+    """Position 0 is always rejected; position 1 alone would always be accepted."""
     logits = log_probs([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0])
     decided = [accept_chain(REJECTION, False, logits, (2, 2), None, at(seed)) for seed in range(100)]
     assert {accepted for accepted, _ in decided} == {0}
@@ -166,7 +166,7 @@ def test_nothing_after_a_rejection_is_accepted():
 
 
 def test_a_token_that_the_target_excludes_is_rejected_and_never_recovered():
-    """A drafter that does not know the mask proposes it: -inf at the target, any weight at the drafter."""
+    """A drafter without the mask proposes the token, whose target logit is -inf."""
     logits = process(log_probs([0.25] * 4, [0.25] * 4), Sampling(top_k=2), (), DraftTree.chain((3,)))
     for seed in range(200):
         accepted, new = accept_chain(REJECTION, False, logits, (3,), sparse({3: 1, 0: 1}), at(seed))
@@ -200,7 +200,7 @@ def test_a_recovered_token_has_positive_residual(target, drafted, seed):
 
 
 def test_acceptance_noise_is_the_addressed_one():
-    """Pins the rule at its edge: stands while noise x draft probability is below the target's."""
+    """A token is accepted exactly while noise x draft probability is below the target's probability."""
     seed = 11
     position = 3
     noise = uniform_scalar(key(seed, 0, position, Purpose.ACCEPT))
@@ -210,7 +210,7 @@ def test_acceptance_noise_is_the_addressed_one():
 
 
 def test_a_rejection_where_rounding_leaves_no_residual_draws_from_the_target(monkeypatch):
-    """Equal distributions: a rejection is a rounding accident, and nothing is left to draw the token from."""
+    """With equal distributions, a rejection is a rounding error, and the residual is empty."""
     monkeypatch.setattr("tests.sampling_reference.uniform_scalar", lambda _: 1.0)
     probs = [0.5, 0.25, 0.25]
     logits = log_probs(probs, probs)
@@ -220,13 +220,13 @@ def test_a_rejection_where_rounding_leaves_no_residual_draws_from_the_target(mon
     assert p_value(Counter(new for _, new in decided), probs) > FALSE_ALARM
 
 
-# ---------------------------------------------------------------- the edges of the vocabulary
+# ---------------------------------------------------------------- vocabulary edges
 
 
 @pytest.mark.parametrize("rule", list(Acceptance))
 @pytest.mark.parametrize("vocabulary", [100, 8193])
 def test_the_last_token_of_the_vocabulary_can_be_drawn_recovered_and_accepted(rule, vocabulary):
-    """[test_sample_recovered_tokens_vocab_boundary]: kernels that work in blocks lose the tail."""
+    """[test_sample_recovered_tokens_vocab_boundary]: blocked kernels may skip the tail of the vocabulary."""
     last = vocabulary - 1
     logits = torch.full((2, vocabulary), -torch.inf)
     logits[:, last] = 0.0
@@ -238,7 +238,7 @@ def test_the_last_token_of_the_vocabulary_can_be_drawn_recovered_and_accepted(ru
 @pytest.mark.parametrize("rule", list(Acceptance))
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 def test_a_model_that_computes_nonsense_still_gives_tokens_of_the_vocabulary(rule, value):
-    """[test_all_nan_target_logits_in_range]: an id out of range would end the next forward, and the replica."""
+    """[test_all_nan_target_logits_in_range]: an id out of range would crash the next forward pass and the replica."""
     logits = torch.full((2, 10), value)
     _, new = accept_chain(rule, False, logits, (3,), None, at(1))
     assert 0 <= new < 10
@@ -249,7 +249,7 @@ def test_a_model_that_computes_nonsense_still_gives_tokens_of_the_vocabulary(rul
     ("sampling", "size"), [(Sampling(top_k=5), 5), (Sampling(top_p=0.5), 4), (Sampling(top_k=1), 1)]
 )
 def test_decided_tokens_stay_in_the_allowed_set_though_margins_are_tiny(rule, sampling, size):
-    """[test_top_k, test_top_p] for accepted, recovered and bonus tokens alike."""
+    """[test_top_k, test_top_p]: this covers accepted, recovered and bonus tokens."""
     raw = torch.zeros(3, 8) - torch.arange(8) * 1e-5
     logits = process(raw, sampling, (), DraftTree.chain((0, 7)))
     seen: set[int] = set()
@@ -261,18 +261,18 @@ def test_decided_tokens_stay_in_the_allowed_set_though_margins_are_tiny(rule, sa
 
 # ---------------------------------------------------------------- trees
 
-TREE = DraftTree((5, 6, 3, 6, 2), (-1, 0, -1, 2, 0))  # 5 then 6 or 2, 3 then 6
+TREE = DraftTree((5, 6, 3, 6, 2), (-1, 0, -1, 2, 0))  # paths 5 6, 5 2 and 3 6
 
 
 @pytest.mark.parametrize(
     ("own", "expected"),  # the target's own token after the prefix and after each node
     [
-        ([5, 6, 7, 8, 9, 1], BlockDecision((0, 1), 7)),  # the first chain
-        ([5, 2, 7, 8, 9, 1], BlockDecision((0, 4), 1)),  # its second child
+        ([5, 6, 7, 8, 9, 1], BlockDecision((0, 1), 7)),  # main path
+        ([5, 2, 7, 8, 9, 1], BlockDecision((0, 4), 1)),  # second child
         ([5, 1, 7, 8, 9, 1], BlockDecision((0,), 1)),  # neither
         ([3, 6, 7, 6, 9, 1], BlockDecision((2, 3), 9)),  # the other branch
-        ([3, 6, 7, 8, 9, 1], BlockDecision((2,), 8)),  # as far as it goes
-        ([2, 6, 7, 8, 9, 1], BlockDecision((), 2)),  # a token that stands elsewhere in the tree
+        ([3, 6, 7, 8, 9, 1], BlockDecision((2,), 8)),  # part of the other branch
+        ([2, 6, 7, 8, 9, 1], BlockDecision((), 2)),  # a token elsewhere in the tree
     ],
 )
 def test_a_tree_is_walked_down_to_the_target_s_own_child(own, expected):
@@ -294,7 +294,7 @@ def test_what_follows_a_node_is_drawn_with_the_noise_of_its_place():
 
 
 def test_a_tree_decides_what_the_chain_of_its_right_path_does():
-    """Other nodes have no effect: a right token is found anywhere, and nothing else is accepted."""
+    """Other nodes have no effect: right tokens are accepted anywhere in the tree, and no others."""
     logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(4))
     for seed in range(20):
         (right,) = draw(logits, NO_TREE, at(seed))

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, beside the logits; and the smallest error of logits that would decide another token."""
+"""Tests log probabilities of tokens, and the smallest logit error that would change a decision."""
 
 import math
 
@@ -51,7 +51,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def decided(logits: Tensor, sampling: Sampling, at: DrawAddress) -> int:
-    """Decides by the specification."""
+    """Returns the reference's decision."""
     processed = process(logits.unsqueeze(0), sampling, ())
     return int(processed[0].argmax()) if sampling.greedy else draw(processed, NO_TREE, at)[0]
 
@@ -85,8 +85,10 @@ def test_sampled_it_is_the_difference_with_the_noise_in_logits():
     ids=["top_k", "top_p"],
 )
 def test_a_token_beyond_an_edge_is_as_far_as_the_edge(logits, sampling, distance):
-    """The third has the noise to win. With top_p, two tokens already have a hair more: as far in logits as in the
-    logarithm of that."""
+    """The third token has enough noise to win, but lies beyond the edge.
+
+    With top_p, two tokens already slightly exceed the limit, and the distance equals the logarithm of the excess.
+    """
     row = torch.tensor(logits)
     at = next(at for seed in range(99) if decided(row, Sampling(temperature=1.0), at := DrawAddress(seed, 0, 0)) == 2)
     assert margin(row, sampling, None, at, 2) == pytest.approx(distance, abs=1e-6)
@@ -118,7 +120,7 @@ def lead(logits: Tensor, at: DrawAddress) -> float:
     ids=str,
 )
 def test_what_an_error_of_logits_changes_is_no_further_than_the_error(sampling):
-    """An honest target's decisions differ by rounding alone, and its margins must show it."""
+    """An honest target's decisions differ only by rounding, and its margins must reflect this."""
     generator = torch.Generator().manual_seed(11)
     error = 0.05
     changed = 0
@@ -135,7 +137,7 @@ def test_what_an_error_of_logits_changes_is_no_further_than_the_error(sampling):
 
 
 def test_another_token_is_far_as_a_rule():
-    """A fault puts any token in the place of the right one; few of them are near."""
+    """A fault replaces the right token by an arbitrary one, which is rarely close."""
     generator = torch.Generator().manual_seed(12)
     sampling = Sampling(temperature=0.8, top_p=0.9)
     found = [

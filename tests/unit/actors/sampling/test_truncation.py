@@ -1,4 +1,4 @@
-"""Logits to a request's distribution, position by position along a draft."""
+"""Tests the conversion of logits to a request's distribution at each position of a draft."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ def some_logits(positions: int, seed: int = 0) -> torch.Tensor:
 
 
 def allowed(logits: torch.Tensor, sampling: Sampling) -> list[int]:
-    """Token ids that one position may give."""
+    """Returns the allowed token ids of one position."""
     return torch.isfinite(process(logits.unsqueeze(0), sampling, ())[0]).nonzero().flatten().tolist()
 
 
@@ -48,7 +48,7 @@ def test_every_node_of_a_tree_is_processed_as_after_its_own_path(sampling, gener
 
 
 def test_frequency_penalty_grows_along_the_draft():
-    """vLLM's test_frequency_penalties: a token loses its lead by its own repetition inside the block."""
+    """As in vLLM's test_frequency_penalties, a token loses its lead through repetition inside the block."""
     logits = torch.zeros(4, VOCABULARY)
     logits[:, 1] = 3.0
     logits[:, 5] = 0.5
@@ -72,7 +72,7 @@ def test_something_is_always_allowed_and_the_likeliest_always_is(sampling, seed)
 
 @pytest.mark.parametrize("top_k", [1, 5, 11])
 def test_exactly_k_stay_though_margins_are_tiny_or_none(top_k):
-    """Ties at the edge must not let more through: the lower id stays, on every device."""
+    """A tie at the edge must not admit extra tokens; the lower id stays on every device."""
     tiny = 1.0 + torch.arange(VOCABULARY) * 1e-6
     assert allowed(tiny, Sampling(top_k=top_k)) == list(range(VOCABULARY - top_k, VOCABULARY))
     assert allowed(torch.ones(VOCABULARY), Sampling(top_k=top_k)) == list(range(top_k))
@@ -87,11 +87,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it_and_ties(top_p, kept):
 
 @pytest.mark.parametrize("sampling", [Sampling(top_p=0.55), Sampling(top_k=3), Sampling(top_k=1500)], ids=repr)
 def test_in_a_large_vocabulary_a_positions_set_does_not_depend_on_the_others(sampling):
-    """Fast ways that are left when any position needs the slow one: ties at the edge, which bfloat16 makes common,
-    must come out the same, or a draft changes the distribution of tokens before it."""
+    """One difficult position moves the whole batch from the fast path to the slow path.
+
+    Ties at the edge, common in bfloat16, must resolve equally on both; otherwise a draft would change the
+    distribution of earlier tokens.
+    """
     logits = torch.full((2, 2000), -20.0)
     logits[0, :5] = torch.tensor([0.4, 0.1, 0.1, 0.1, 0.1]).log()
-    logits[1] = 0.0  # flat: more candidates than any fast way looks at
+    logits[1] = 0.0  # flat: more candidates than the fast path considers
     together = process(logits, sampling, (), DraftTree.chain((0,)))
     alone = process(logits[:1], sampling, ())
     assert torch.equal(together[0], alone[0])
@@ -127,7 +130,7 @@ def test_temperature_scales_and_greedy_does_not():
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-39, 1e-45])
 def test_a_temperature_near_zero_is_nearly_greedy(temperature):
-    """Infinite logits tie with each other, are no distribution, and once ended the drafter: HTTP lets these in."""
+    """HTTP accepts such temperatures; infinite logits would tie, define no distribution, and crash the drafter."""
     logits = some_logits(1).abs() + 1
     row = process(logits, Sampling(temperature=temperature), ())[0]
     probs = torch.softmax(row, dim=-1)
@@ -143,8 +146,10 @@ def test_half_precision_logits_are_processed_in_float32():
     "sampling", [Sampling(top_k=2), Sampling(top_k=6, top_p=0.8), Sampling(top_p=0.6), Sampling(min_p=0.3)], ids=repr
 )
 def test_where_few_candidates_are_sure_to_suffice_they_are_all_that_is_left_and_right(sampling):
-    """A step draws among the candidates alone. Peaked rows need few of them, flat rows all; coarse logits tie, at the
-    edges too."""
+    """A step draws only among the candidates. Peaked rows need few candidates, and flat rows need all of them.
+
+    Coarse logits tie, even at the edges.
+    """
     scales = torch.tensor([0.01, 0.1, 1.0, 4.0, 16.0]).repeat(8).unsqueeze(1)
     logits = (2 * scales * torch.randn(40, 5000, generator=torch.Generator().manual_seed(4))).round() / 2
     exact = restrict(logits, sampling, thorough=True)

@@ -1,4 +1,4 @@
-"""Spans of sessions: begun by an Open, ended with the session, with events if it was slow."""
+"""Session spans begin with an Open, end with the session, and record events of slow sessions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ UNSAMPLED = f"00-{'ab' * 16}-{'cd' * 8}-00"
 
 
 class Traced:
-    """Spans under a clock that stands still, and those that have ended."""
+    """Spans under a stopped clock, with ended spans."""
 
     def __init__(self, slow_s: float = 0.0) -> None:
         self.now_ns = NANO
@@ -52,7 +52,7 @@ def test_a_span_is_below_the_routers_and_has_the_sums_of_its_rounds() -> None:
     traced = Traced()
     traced.opened()
     traced.spans.on_sent("router#1", a_verdict(3))
-    traced.spans.on_sent("drafter#1", a_verdict(3))  # the same
+    traced.spans.on_sent("drafter#1", a_verdict(3))  # repeated
     traced.spans.on_sent("router#1", a_verdict(5, answer=DraftAnswer.MISSED))
     assert not traced.ended
     traced.spans.on_sent("router#1", a_verdict(7, Finish.LENGTH))
@@ -121,7 +121,7 @@ def test_a_stream_that_breaks_ends_what_was_opened_over_it() -> None:
     traced = Traced()
     traced.opened("s", peer="router#1")
     traced.opened("t", peer="router#2")
-    traced.opened("s", peer="router#3")  # it came back
+    traced.opened("s", peer="router#3")  # the router reconnected
     traced.spans.gone("router#1")
     assert not traced.ended
     traced.spans.gone("router#2")

@@ -1,4 +1,4 @@
-"""vLLM loads parts of the adapter by name: each name has to exist."""
+"""vLLM loads parts of the adapter by name, and each name must exist."""
 
 import ast
 from pathlib import Path
@@ -13,7 +13,7 @@ FOLDER = Path(actors.vllm_engine.__file__).parent
 
 
 def names_in(arguments: object) -> list[str]:
-    """All strings in nested arguments that name something in the package."""
+    """Yields all names within the package in nested arguments."""
     if isinstance(arguments, str):
         return [arguments] if arguments.startswith(f"{PACKAGE}.") else []
     children = arguments.values() if isinstance(arguments, dict) else arguments if isinstance(arguments, list) else ()
@@ -22,7 +22,7 @@ def names_in(arguments: object) -> list[str]:
 
 @pytest.mark.parametrize("first_runner", [True, False])
 def test_classes_that_vllm_loads_by_name_exist(first_runner: bool) -> None:
-    """Read as text, since most of these modules import vLLM."""
+    """The test reads sources as text, because most of these modules import vLLM."""
     config = validated({"model": {"target": "TARGET"}, "draft": {"method": "ngram"}})
     names = names_in(engine_arguments(config, "TARGET", 100, first_runner))
     assert len(names) == 3

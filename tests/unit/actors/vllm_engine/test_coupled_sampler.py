@@ -1,4 +1,4 @@
-"""vLLM's workers reach the same decisions as the project's own engine; its scheduled and sampled tokens are rows."""
+"""vLLM's workers decide like Slipstream's own engine; scheduled and sampled tokens map to rows."""
 
 import pickle
 
@@ -54,7 +54,7 @@ def test_a_block_is_the_own_engines():
 
 
 def test_only_what_is_new_is_looked_at_and_only_where_a_rule_needs_it():
-    """The client's prompt ends at 3: the token after it was committed elsewhere, and penalties count it."""
+    """The client's prompt ends at 3; penalties count the next token, which was committed elsewhere."""
     asked: list[tuple[int, int]] = []
     session = SessionDraws.of(PENALISED, MAKERS)
     for text in ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6]):

@@ -1,4 +1,4 @@
-"""The start-up self-test passes for an engine that does what it has to, and fails for each that does not."""
+"""The start-up self-test passes a correct engine, and fails every faulty one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_an_engine_that_decides_otherwise_is_refused(
 
 
 def test_noise_of_its_own_is_seen() -> None:
-    """Greedy texts are right; drawn ones depend on how the text was cut into steps."""
+    """Greedy texts are right, but sampled texts depend on the division into steps."""
     engine = right_engine()
     steps = 0
 
@@ -88,7 +88,7 @@ def test_the_profile_is_of_several_sizes_and_leaves_nothing() -> None:
 
 
 def test_a_near_tie_on_one_prompt_is_no_fault() -> None:
-    """The first plain text parts from its blocks' once, as rounding has it in 16 bits."""
+    """The first text diverges once from its speculative counterpart, as 16-bit rounding allows."""
     engine = right_engine()
     steps = 0
 

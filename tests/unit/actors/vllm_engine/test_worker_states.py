@@ -1,4 +1,4 @@
-"""Hidden states in vLLM's leading worker, of a runner that is stated here: they lie at the places of the cache."""
+"""vLLM's leading worker stores hidden states at the cache's slots; a fake runner provides them."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def runner() -> SimpleNamespace:
 
 
 def captured(states: WorkerStates, slots: list[int], final: Tensor, padded: int = 0) -> None:
-    """One step; vLLM pads what it hands over."""
+    """Runs one step with padded tensors, as in vLLM."""
     table = torch.tensor([*slots, *[-1] * padded], dtype=torch.int64)
     states.captured(SimpleNamespace(num_tokens=len(slots)), {LAYER: table}, final, None)
 

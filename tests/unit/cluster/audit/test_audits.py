@@ -1,4 +1,4 @@
-"""Audits of a router: selection of requests, queue, choice of targets, interruptions and results."""
+"""Tests a router's audits: selection of requests, queue, choice of targets, interruptions and results."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ def an_ended(name: str, committed: tuple[int, ...] = TEXT, **changes: Any) -> Se
 
 
 class Desk:
-    """A router's audits and the targets that it sees."""
+    """Router's audits with its reachable targets."""
 
     def __init__(self, targets: str = "TU", **config: Any) -> None:
         self.found: list[Difference] = []
@@ -221,7 +221,7 @@ def test_a_stopped_router_ends_all_audits():
 
 
 def a_difference(desk: Desk, margin: float) -> tuple[str, list[Any]]:
-    """Runs an audit up to the answer about its margin."""
+    """Runs an audit until the answer with its margin."""
     target, request = desk.begin()
     ((_, question),) = desk.say(target, request, 10, 50)
     return target, desk.say(target, question, 50, margin=margin)

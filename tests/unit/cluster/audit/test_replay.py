@@ -1,4 +1,4 @@
-"""One audit: its requests to targets and its conclusions from their verdicts."""
+"""Tests a single audit: its requests to targets and its conclusions from verdicts."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ def a_replay(committed: tuple[int, ...] = TEXT, **changes: Any) -> Replay:
 
 
 def a_verdict(request: Open, *tokens: int, after: tuple[int, ...] = (), **changes: Any) -> Verdict:
-    """Returns a target's verdict after the tokens it was opened with and those `after` them."""
+    """Returns a target's verdict after its opening tokens and the tokens `after` them."""
     here = Prefix(KEY, request.tokens + after)
     finish = Finish.LENGTH if len(here) + len(tokens) == request.max_len else Finish.NONE
     return replace(Verdict(request.session, request.attempt, len(here), here.hash, tokens, 0, 0, finish), **changes)
@@ -70,7 +70,7 @@ def test_an_audit_continues_where_it_stopped_under_a_new_attempt():
 
 
 def asked_after(replay: Replay, *tokens: int) -> Open:
-    """Returns the question asked once non-speculative decoding gave these tokens, the last of which differs."""
+    """Returns the audit's next question after non-speculative decoding gave these tokens, the last one different."""
     assert replay.receive(a_verdict(replay.open(), *tokens)) is ANEW
     return replay.open()
 
@@ -135,7 +135,7 @@ def test_a_difference_that_nothing_can_follow_ends_the_audit(committed, plain):
 
 
 def test_if_a_fresh_target_confirms_the_committed_token_the_audits_own_token_is_measured():
-    """The audit's own cache was wrong."""
+    """In this case, the audit's own cache was wrong."""
     replay = a_replay()
     question = asked_after(replay, 10, 50)
     assert replay.receive(a_verdict(question, 11, margin=0.0)) is ANEW

@@ -1,7 +1,7 @@
-"""Two pools under a trace of arrivals, second by second: costs in the place of models, the real policy over them.
+"""Simulates both pools under a trace of arrivals second by second, with costs instead of models and the real policy.
 
-Sessions spread evenly over replicas. A round is a target's step, and what it waits for blocks: drafting is hidden
-behind one step, and waited for during another; where it takes longer, targets go on without.
+Sessions spread evenly over replicas. A round is a target step plus the wait for blocks: one step hides drafting, and
+targets wait at most another step before they continue without a block.
 """
 
 import random
@@ -14,25 +14,25 @@ from typing import Any
 from cluster.autoscaling import DRAFT, POOLS, TARGET, DraftReport, Observed, PoolsPolicy, TargetReport, as_numbers
 
 LOOK_BACK_S = 10
-TOKENS = 200  # of an answer
+TOKENS = 200  # per answer
 PROMPT_TOKENS = 300
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a target's step and of a drafting pass, each over its sessions."""
+    """Seconds of a target step and of a drafting pass, given their numbers of sessions."""
 
     step_s: float = 0.03
     step_row_s: float = 0.0005
-    read_tokens: float = 4000.0  # of prompts a second
+    read_tokens: float = 4000.0  # prompt tokens per second
     pass_s: float = 0.005
     pass_row_s: float = 0.001
-    accepted: float = 1.0  # draft tokens a round that came in time
+    accepted: float = 1.0  # accepted draft tokens per round with a timely block
 
 
 @dataclass
 class PoolNow:
-    """A pool: replicas that run, and those that start, by when they will."""
+    """Running replicas of a pool, and starting ones with their start times."""
 
     least: int
     most: int
@@ -40,10 +40,10 @@ class PoolNow:
     scaling: Mapping[str, Any]
     size: int = 0
     running: int = 0
-    starting: list[int] = field(default_factory=list)  # seconds at which they run
+    starting: list[int] = field(default_factory=list)  # seconds when starting replicas become ready
     state: Mapping[str, Any] = field(default_factory=dict)
     reports: deque[Any] = field(default_factory=lambda: deque(maxlen=LOOK_BACK_S))
-    sizes: list[int] = field(default_factory=list)  # second by second
+    sizes: list[int] = field(default_factory=list)  # number of replicas, per second
 
     def resize(self, size: int, now: int, start_s: int) -> None:
         self.starting = [at for at in self.starting if at > now] + [now + start_s] * max(0, size - self.size)
@@ -54,7 +54,7 @@ class PoolNow:
         self.running = self.size - len([at for at in self.starting if at > now])
 
     def observed(self, deployment: str, now: int, settings: Mapping[str, float]) -> Observed:
-        """Returns the policy's input: means over the look-back of running replicas, and their settings."""
+        """Returns the policy's input: the replicas' means over the look-back period, and their settings."""
         told = [vars(report) for report in self.reports]
         means = {name: sum(one[name] for one in told) / len(told) for name in (told[0] if told else ())}
         values = {**means, **settings} if told else {}
@@ -83,7 +83,7 @@ def draft_pool(least: int = 1, most: int = 8, max_sessions: int = 64, **scaling:
 
 
 class PoolWorld:
-    """Runs a trace; `rate` is of arrivals a second, at each second."""
+    """Runs a trace; `rate` gives arrivals per second at each second."""
 
     def __init__(self, targets: PoolNow, drafters: PoolNow, costs: Costs, start_s: int = 20, seed: int = 7) -> None:
         self.targets = targets
@@ -95,9 +95,9 @@ class PoolWorld:
         self._start_s = start_s
         self._policy = PoolsPolicy()
         self._random = random.Random(seed)
-        self._owed = 0.0  # arrivals, by the rate's integral
-        self._reading: list[float] = []  # prompt tokens that are left, of sessions without a first token
-        self._decoding: list[float] = []  # tokens that are left
+        self._owed = 0.0  # expected arrivals until the next one
+        self._reading: list[float] = []  # remaining prompt tokens of sessions in prefill
+        self._decoding: list[float] = []  # remaining answer tokens of decoding sessions
 
     @property
     def sessions(self) -> int:
@@ -113,14 +113,14 @@ class PoolWorld:
             self.now += 1
 
     def _arrive(self, rate: float) -> None:
-        """Draws an exponential time between arrivals, in units of the rate's."""
+        """Adds the arrivals of one second, with exponential gaps at the current rate."""
         self._owed += rate
         while self._owed > 0:
             self._reading.append(PROMPT_TOKENS)
             self._owed -= self._random.expovariate(1.0)
 
     def _serve(self) -> None:
-        """One second of all replicas."""
+        """Simulates one second of all replicas."""
         costs = self._costs
         targets = max(1, self.targets.running)
         places = targets * self.targets.max_sessions

@@ -1,4 +1,4 @@
-"""Each pool's need from one or two reports."""
+"""Tests each pool's demand, computed from one or two reports."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_a_backlog_of_prompts_needs_targets(
 
 
 def test_targets_are_released_once_prompts_no_longer_need_them() -> None:
-    """Half of the targets suffice at a tenth of the allowed time; at half of it, none may go."""
+    """At a tenth of the allowed time, half of the targets suffice; at half of it, none may stop."""
     waits = {wait_s: [TargetReport(unread=9, first_token_s=wait_s)] * 4 for wait_s in (0.5, 1.0)}
     assert targets_needed(*waits[0.5], present=4) == 2
     assert targets_needed(*waits[1.0], present=4) == 4
@@ -78,12 +78,12 @@ def test_busy_drafters_without_late_blocks_need_no_more() -> None:
 
 
 def test_late_blocks_of_idle_drafters_need_no_more() -> None:
-    """The network is slow, or one pass is: neither gets faster by another drafter."""
+    """A slow network or a slow pass does not get faster with another drafter."""
     assert drafters_needed(TargetReport(running=8, drafted=8), DraftReport(shared=0.1, late=0.9)) <= 1
 
 
 def test_undrafted_sessions_count_like_drafted_ones() -> None:
-    """Half of them are drafted for, and fill the drafter."""
+    """Half of the sessions have drafts, and fill the drafter."""
     target = TargetReport(running=8, drafted=4, undrafted=4)
     assert drafters_needed(target, DraftReport(shared=1.0, late=0.5)) == 4
     assert drafters_needed(TargetReport(running=2, drafted=1, undrafted=1), DraftReport(shared=1.0, late=0.5)) == 2

@@ -1,4 +1,4 @@
-"""The policy under traces of arrivals: each pool follows what is asked of it, and comes back."""
+"""Under traces of arrivals, each pool follows its demand up and down."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.cluster.autoscaling.pool_world import Costs, PoolWorld, draft_pool, target_pool
 
-SLOW_DRAFTS = Costs(pass_row_s=0.008)  # one drafter follows some six sessions
+SLOW_DRAFTS = Costs(pass_row_s=0.008)  # one drafter keeps up with about six sessions
 SLOW_STEPS = Costs(step_s=0.05, step_row_s=0.002)
 
 
@@ -59,14 +59,14 @@ def test_an_empty_draft_pool_serves_without_drafts_and_grows_again() -> None:
 
 
 def test_refused_sessions_grow_the_draft_pool() -> None:
-    """Cheap passes, but few places: an overloaded drafter has the sessions that it can serve, and no more."""
+    """Passes are cheap but slots are few, so an overloaded drafter refuses sessions beyond its slots."""
     world = PoolWorld(target_pool(max_sessions=64), draft_pool(max_sessions=4), Costs())
     world.run(300, lambda _: 3.0)
     assert world.drafters.size * 2 >= 0.9 * world.sessions, "two sessions of four places each"
 
 
 def test_the_draft_pool_does_not_grow_without_benefit() -> None:
-    """Passes take too long, but no less for one session than for many: each would be as late alone on a drafter."""
+    """Passes take too long even for one session, so a further drafter would not make blocks timely."""
     world = PoolWorld(target_pool(max_sessions=64), draft_pool(), Costs(pass_s=0.15, pass_row_s=0.0))
     world.run(600, lambda _: 2.0)
     assert max(world.drafters.sizes) == 1
@@ -75,7 +75,7 @@ def test_the_draft_pool_does_not_grow_without_benefit() -> None:
 @pytest.mark.parametrize("rate", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 @pytest.mark.parametrize("costs", [SLOW_DRAFTS, SLOW_STEPS], ids=["slow drafts", "slow steps"])
 def test_noise_changes_no_size_for_long(rate: float, costs: Costs) -> None:
-    """An hour of random arrivals at one rate: once it has settled, a pool changes its mind a few times at most."""
+    """During an hour of random arrivals at a constant rate, a settled pool changes its size only a few times."""
     world = PoolWorld(target_pool(most=8), draft_pool(most=16), costs)
     world.run(3600, lambda _: rate)
     assert changes(world.targets.sizes[900:]) <= 4
@@ -90,7 +90,7 @@ def test_a_coupled_draft_pool_follows_the_target_pool() -> None:
 
 
 def test_a_gain_from_speculation_shrinks_the_target_pool() -> None:
-    """The same load, with and without drafts; half of the sessions' places are to be free."""
+    """The test runs the same load with and without drafts, at a target of half of the slots free."""
     sizes = {}
     for accepted in (0.0, 1.5):
         world = PoolWorld(target_pool(max_sessions=16), draft_pool(), Costs(step_s=0.05, accepted=accepted))

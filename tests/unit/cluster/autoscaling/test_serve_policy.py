@@ -1,4 +1,4 @@
-"""The policy as Serve calls it."""
+"""Tests the policy through Serve's interface."""
 
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def observed(
     bounds: tuple[int, int] = (1, 4),
     now: float = 0,
 ) -> Observed:
-    """`told` is a replica's each."""
+    """Returns the policy's input; `told` holds one report per replica."""
     names = told[0] if told else ()
     return SimpleNamespace(
         deployment_name=deployment,
@@ -49,7 +49,7 @@ def observed(
 def targets(
     *reports: TargetReport, scaling: TargetScaling = TARGETS, drafts: DraftScaling = DRAFTERS, **more: Any
 ) -> Observed:
-    """Replicas that tell how both pools are to scale, too."""
+    """Returns target replicas that also report the scaling settings of both pools."""
     settings = as_numbers({TARGET: asdict(scaling), DRAFT: asdict(drafts)})
     return observed("Target", *({**asdict(report), **settings} for report in reports), **more)
 
@@ -73,7 +73,7 @@ def test_sizes_stay_within_the_bounds() -> None:
 
 
 def test_without_reports_sizes_stay() -> None:
-    """A controller that has lost its reports must not shrink a busy pool."""
+    """A controller without reports must not shrink a busy pool."""
     seen = {"T": targets(size=3), "D": drafters(size=2, bounds=(0, 4))}
     assert PoolsPolicy()(seen)[0] == {"T": 3, "D": 2}
 
@@ -95,7 +95,7 @@ def test_the_policy_state_round_trips() -> None:
 
 
 def test_alone_the_target_pool_scales_and_the_draft_pool_stays() -> None:
-    """Targets report what is required of drafters."""
+    """Targets report the demand for drafters."""
     assert PoolAlone()(targets(BUSY))[0] == 3
     assert PoolAlone()(drafters(DraftReport(shared=1.0, late=1.0), size=2))[0] == 2
 
@@ -106,7 +106,7 @@ def test_a_policy_of_no_pool_is_refused() -> None:
 
 
 def test_the_latest_reported_settings_apply() -> None:
-    """Replicas are told others while they run."""
+    """Running replicas receive new settings."""
     policy = PoolsPolicy()
     few = TargetScaling(sessions_per_replica=24, max_sessions=32, first_token_s=2.0, **AT_ONCE)
     assert policy({"T": targets(BUSY)})[0] == {"T": 3}

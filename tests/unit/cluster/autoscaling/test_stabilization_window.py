@@ -1,4 +1,4 @@
-"""Sizes follow wishes that last."""
+"""Pool sizes follow only lasting wishes."""
 
 from cluster.autoscaling import StabilizationWindow
 
@@ -7,7 +7,7 @@ DOWN_S = 100.0
 
 
 def followed(wishes: list[tuple[float, int]], present: int = 2) -> int:
-    """The size after these wishes, each with its time."""
+    """Returns the size after the given (time, wish) pairs."""
     history = StabilizationWindow.at_start(present, wishes[0][0])
     for now, wished in wishes:
         history = history.after(wished, now)
@@ -38,5 +38,5 @@ def test_a_pool_may_shrink_to_zero_and_grow_again() -> None:
 
 
 def test_an_empty_history_shrinks_nothing_at_once() -> None:
-    """Covers a controller that has just restarted."""
+    """A restarted controller has an empty history."""
     assert followed([(1000, 1)], present=4) == 4

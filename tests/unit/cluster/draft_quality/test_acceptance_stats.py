@@ -1,4 +1,4 @@
-"""Counts of verified blocks by the conditions that may break drafts."""
+"""Tests counts of verified blocks by conditions that may break drafts."""
 
 from cluster.draft_quality import AcceptanceStats, BlockKind, kind_of
 from cluster.speculation.estimators import AcceptanceCounts

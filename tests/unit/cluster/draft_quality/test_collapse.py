@@ -1,4 +1,4 @@
-"""Remedies after blocks became bad: one after the other, each on new evidence."""
+"""After blocks become bad, remedies follow one after another, each on new evidence."""
 
 import random
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ def after(watch: CollapseWatch, blocks: Iterable[int]) -> CollapseWatch:
 
 
 def collapses(seed: int, *spells: tuple[float, int]) -> list[tuple[int, Collapse]]:
-    """Returns the blocks of a session after which a collapse was reported; later drafters are no better."""
+    """Returns the block counts at which collapses were reported, if later drafters are no better."""
     rng = random.Random(seed)
     watch = CollapseWatch()
     found = []
@@ -44,7 +44,7 @@ def test_every_remedy_needs_new_evidence_against_the_same_history():
 
 
 def test_a_session_with_unchanged_acceptance_rarely_loses_its_drafter():
-    """200 000 blocks at each acceptance: no session reaches the last remedy."""
+    """In 200 000 blocks at each acceptance rate, no session reaches the last remedy."""
     for chance in (0.95, 0.8, 0.5, 0.3):
         steps = [len(collapses(seed, (chance, 1000))) for seed in range(200)]
         assert sum(steps) <= 200 * 1000 * 1e-4

@@ -18,10 +18,9 @@ def test_good_blocks_that_become_bad_raise_the_alarm_and_blocks_that_were_never_
 
 
 def alarms(seed: int, *spells: tuple[float, int]) -> list[int]:
-    """Returns the blocks of a session after which there was an alarm; a spell is an acceptance and its length in
-    blocks.
+    """Returns the block counts at which alarms occurred; each spell has an acceptance rate and a length in blocks.
 
-    After an alarm the drafter starts again, and drafts no better for it.
+    After an alarm, the drafter restarts without improvement.
     """
     rng = random.Random(seed)
     drift = CusumDetector()
@@ -36,14 +35,14 @@ def alarms(seed: int, *spells: tuple[float, int]) -> list[int]:
 
 
 def alarms_per_block(sessions: int, *spells: tuple[float, int]) -> float:
-    """Returns the rate over many sessions."""
+    """Returns the alarm rate per block over many sessions."""
     count = sum(len(alarms(seed, *spells)) for seed in range(sessions))
     return count / (sessions * sum(length for _, length in spells))
 
 
 @pytest.mark.parametrize(("collapsed", "usually", "at_most"), [(0.0, 10, 15), (0.1, 13, 60), (0.2, 19, 120)])
 def test_a_collapse_is_found_within_few_blocks(collapsed: float, usually: int, at_most: int):
-    """A drafter out of step still guesses easy text."""
+    """A desynchronized drafter still predicts easy text."""
     good = 100
     delays = [alarms(seed, (0.8, good), (collapsed, at_most))[0] - good for seed in range(400)]
     assert min(delays) > 3, "a few rejections in a row prove nothing"
@@ -51,7 +50,7 @@ def test_a_collapse_is_found_within_few_blocks(collapsed: float, usually: int, a
 
 
 def test_a_short_history_is_enough_for_a_collapse():
-    """It takes more blocks."""
+    """Detection takes more blocks with a short history."""
     found = [bool(alarms(seed, (0.8, 16), (0.1, 60))) for seed in range(400)]
     assert sum(found) > 0.95 * len(found)
 
@@ -62,7 +61,7 @@ def test_unchanged_acceptance_raises_no_more_alarms_than_documented(acceptance: 
 
 
 def test_false_alarms_are_as_rare_in_short_sessions():
-    """Uses sessions with the least history, at the acceptance with the highest false-alarm rate."""
+    """The sessions have the minimum history, at the acceptance rate with the most false alarms."""
     assert 0 < alarms_per_block(5000, (0.2, 100)) <= ALARMS
 
 

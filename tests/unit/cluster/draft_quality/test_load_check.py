@@ -1,4 +1,4 @@
-"""A new drafter whose acceptance is far below expectation causes a warning that names the expectation."""
+"""A new drafter with an acceptance rate far below the expected one logs a warning with the expected rate."""
 
 import random
 
@@ -8,7 +8,7 @@ from cluster.draft_quality import LoadCheck
 
 
 def seen(check: LoadCheck, confidence: float, chance: float, seed: int = 0) -> LoadCheck:
-    """Returns the finished check of a draft whose tokens are accepted with this chance."""
+    """Returns the finished check of a draft with this acceptance probability."""
     rng = random.Random(seed)
     while not check.is_over:
         check = check.after(confidence, rng.random() < chance)

@@ -1,4 +1,4 @@
-"""A version whose acceptance falls in service is noticed, and one whose texts differ is not."""
+"""The watch detects a version with lower acceptance, but tolerates different texts."""
 
 import random
 
@@ -7,11 +7,11 @@ import pytest
 from cluster.draft_quality import COMPARED_POSITIONS, HARDER_TEXT_SHARE, LEAST_BLOCKS, LEAST_SESSIONS, VersionWatch
 
 DEPTH = 4
-BLOCKS = 20  # of a session
+BLOCKS = 20  # per session
 
 
 def serve(watch: VersionWatch, rng: random.Random, acceptance: float, sessions: int, spread: float = 0.0) -> int:
-    """Serves sessions whose own acceptance varies by `spread`; returns the number of looks that found it worse."""
+    """Serves sessions whose acceptance rates vary by `spread`; returns the number of checks that found it worse."""
     found = 0
     for _ in range(sessions):
         name = str(rng.random())
@@ -57,7 +57,7 @@ def test_a_version_as_good_as_the_last_is_kept(before: float, after: float) -> N
 
 
 def test_at_the_boundary_a_false_alarm_is_rare() -> None:
-    """The worst case that counts as good; 60 looks each, and 200 runs."""
+    """The acceptance is the lowest that counts as good, in 200 runs with 60 checks each."""
     alarms = 0
     for seed in range(200):
         rng = random.Random(seed)
@@ -78,7 +78,7 @@ def test_a_longer_block_does_not_look_worse() -> None:
 
 @pytest.mark.parametrize(("usual", "needed"), [(1.0, 8), (0.7, 21), (0.3, 88)])
 def test_few_blocks_prove_that_a_version_is_useless(usual: float, needed: int) -> None:
-    """Hardly any are requested of it, one a session at most."""
+    """Targets request almost no blocks of a useless version, at most one per session."""
     watch = exchanged(random.Random(3), usual, 100)
     looks = []
     for session in range(100):

@@ -1,4 +1,4 @@
-"""The number of sessions that a drafter accepts follows whether its blocks are in time."""
+"""A drafter's session limit follows the timeliness of its blocks."""
 
 import pytest
 
@@ -6,9 +6,9 @@ from cluster.drafting.session_table import Capacity
 
 
 def blocks_until_shed(capacity: Capacity, late: float, sessions: int) -> tuple[int, int]:
-    """Notes blocks, this share of them late, until sessions are to be given up.
+    """Records blocks, with this share of them late, until the drafter sheds sessions.
 
-    Returns the number of blocks and of those sessions; 0 sessions if it gives up none.
+    Returns the numbers of blocks and of shed sessions, possibly 0.
     """
     for blocks in range(1, 2000):
         if excess := capacity.note(int(blocks * late) > int((blocks - 1) * late), sessions):

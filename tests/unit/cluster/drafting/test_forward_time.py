@@ -1,4 +1,4 @@
-"""The number of rows that a forward may feed within a time."""
+"""Tests the number of rows that fit into a forward pass of limited duration."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The search that drafts ahead: order of extension, time limits, and blocks that are sent early."""
+"""Tests the lookahead search: order of extension, time limits, and early blocks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ TOKENS = (0, 1)
 
 
 class Counting:
-    """Predicts the next number, or with less probability those after it. A forward takes a second."""
+    """Model that predicts the next number or, less likely, later numbers; a forward pass takes one second."""
 
     outcomes = 8
 
     def __init__(self, **session: object) -> None:
-        self._session = session  # fields of every session's Open
-        self.extended: list[list[tuple[int, ...]]] = []  # by forward, the outcome of each block; a root's is ()
+        self._session = session  # Open fields of every session
+        self.extended: list[list[tuple[int, ...]]] = []  # outcome of each extended block, by forward pass; root: ()
         self.sessions: list[list[str]] = []
 
     def clock(self) -> float:
@@ -102,7 +102,7 @@ def test_sessions_share_forwards_and_stop_when_their_verdicts_are_due() -> None:
 
 
 def test_no_forward_starts_that_would_end_too_late() -> None:
-    """There is time to read the block and for one forward of drafts."""
+    """The time suffices for reading the block and one forward pass of drafts."""
     method = Counting()
     found = drafted(method, a_request(until=2.5))
     assert len(method.extended) == 2

@@ -1,4 +1,4 @@
-"""One tree of two methods' candidates: both are in it, in falling order of chance, within the budget."""
+"""A merged tree contains both methods' candidates, by decreasing probability and within the budget."""
 
 from itertools import pairwise
 

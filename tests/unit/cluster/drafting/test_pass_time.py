@@ -1,4 +1,4 @@
-"""The cost of drafting passes: a profile's shape, live passes' scale."""
+"""The cost model of drafting passes takes its shape from a profile and its scale from live passes."""
 
 import pytest
 

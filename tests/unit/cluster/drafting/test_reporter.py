@@ -1,4 +1,4 @@
-"""A drafter's report of its passes."""
+"""Tests a drafter's report of its passes."""
 
 import pytest
 
@@ -17,7 +17,7 @@ UNKNOWN = DraftCost(forward=ForwardCost.linear(0.0))
     ids=["a row costs", "nobody to share with", "a row is free", "no profile"],
 )
 def test_the_report_includes_the_saving_of_further_drafters(profile: DraftCost, sessions: int, shared: float) -> None:
-    """Busy for half of the time."""
+    """The drafter is busy half of the time."""
     reporter = DraftReporter(profile)
     reporter.report(0, 0, 100.0)
     reporter.pass_made(sessions, 3, 1.0)

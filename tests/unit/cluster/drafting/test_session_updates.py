@@ -1,4 +1,4 @@
-"""Session updates that a method receives before a pass, and the resulting texts."""
+"""Tests the session updates that a method receives before a pass, and the resulting texts."""
 
 from cluster.drafting.requests import SessionText, SessionUpdates
 from tests.unit.cluster.samples import an_open
@@ -15,7 +15,7 @@ def test_updates_are_taken_once_with_the_tokens_of_all_verdicts() -> None:
 
 
 def test_a_closed_session_has_no_other_updates() -> None:
-    """A method that were told to open it would keep it for ever."""
+    """A method that opened a closed session would keep it forever."""
     updates = SessionUpdates()
     updates.open(an_open("s"))
     updates.commit("s", (3,))

@@ -1,4 +1,4 @@
-"""Estimates of the next verdict's time."""
+"""Tests estimates of the next verdict's time."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""An engine that keeps its pages itself: what it fed counts, not what was planned."""
+"""For an engine with its own page management, the fed tokens count instead of the plan."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -48,7 +48,7 @@ def asked(session: str = "a", **changes: object) -> Open:
 
 
 class Scene:
-    """One target whose engine says what it fed."""
+    """Target whose engine reports the fed tokens."""
 
     def __init__(self, states: StatesFormat | None = None) -> None:
         self.memory = EnginePages(LIMITS.pages, LIMITS.page_size)
@@ -135,7 +135,7 @@ def test_the_scheduler_plans_no_pages_for_such_an_engine() -> None:
 
 
 def test_cached_tokens_are_reported_after_the_first_step() -> None:
-    """vLLM finds shared pages when it schedules; what it computes again after a preemption was never shared."""
+    """vLLM finds shared pages when scheduling; tokens recomputed after a preemption were not shared."""
     scene = Scene()
     scene.scheduler.receive("router#1", asked(), 0.0)
     scene.planned()
@@ -148,7 +148,7 @@ def test_cached_tokens_are_reported_after_the_first_step() -> None:
 
 
 def test_states_are_requested_by_position_up_to_the_engines_length() -> None:
-    """vLLM takes a session's pages for another's, and the scheduler hears of it after the step."""
+    """vLLM may preempt a session within a step, and the scheduler learns of it only afterwards."""
     scene = Scene(StatesFormat(2, StateDtype.BFLOAT16))
     scene.scheduler.receive("router#1", asked(), 0.0)
     scene.scheduler.receive("drafter#1", Attach("a", len(PROMPT), scene.prefix.hash, states_from=0), 0.0)

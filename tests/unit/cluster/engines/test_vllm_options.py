@@ -1,4 +1,4 @@
-"""vLLM arguments that a target accepts, and configurations that it refuses."""
+"""Tests the vLLM arguments that a target accepts, and the configurations that it refuses."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def test_arguments_pass_unchanged() -> None:
         ("speculative_config", "cannot be set: drafts come from drafters"),
         ("pipeline_parallel_size decode_context_parallel_size", "cannot be set: .*untested"),
         ("data_parallel_size", "cannot be set: a replica is one engine"),
-        # The latter two make vLLM create a connector by itself.
+        # The last two make vLLM create a connector.
         ("kv_transfer_config kv_offloading_size kv_offloading_backend", "cannot be set: pages from elsewhere"),
         ("scheduler_cls worker_cls worker_extension_cls logits_processors", "cannot be set: Slipstream"),
         ("skip_tokenizer_init", "cannot be set: the router handles text"),
@@ -80,7 +80,7 @@ def test_a_mixed_pool_needs_a_replica_of_each_engine_and_features_of_both() -> N
 
 @pytest.mark.parametrize("engine", ["vllm", "mixed"])
 def test_vllm_sets_the_size_of_its_pages(engine: str) -> None:
-    """Routers count cached prompts in pages of one size."""
+    """Routers assume a single page size for cached prompts."""
     with pytest.raises(ConfigError, match=r"remove cache_per_rank\.page_size"):
         with_target(engine=engine, replicas={"max": 2}, cache_per_rank={"gib": 1, "page_size": 32})
 

@@ -1,4 +1,4 @@
-"""Conversations over a pool of targets: the router's own choices, and each target's own pages, under a made-up load."""
+"""Simulates conversations on a pool of targets, with the router's real placement and real page allocators."""
 
 import random
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ SYSTEM_TOKENS = 400
 QUESTION_TOKENS = 60
 ANSWER_TOKENS = 120
 TURNS = 6
-ANSWER_STEPS = 12  # that a turn is on a target
-THINKING_STEPS = 8  # between two turns of a conversation, on average
-ARRIVALS = 0.5  # conversations a step, on average
+ANSWER_STEPS = 12  # steps of a turn on a target
+THINKING_STEPS = 8  # mean steps between two turns of a conversation
+ARRIVALS = 0.5  # mean new conversations per step
 
 
 @dataclass
@@ -31,12 +31,12 @@ class Conversation:
 
 @dataclass
 class Outcome:
-    """Result of one run."""
+    """Cache hits and balance of one run."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    ahead: list[int] = field(default_factory=list)  # sessions that the busiest target had more than the idlest, by step
-    sessions: list[int] = field(default_factory=list)  # in all, by step
+    ahead: list[int] = field(default_factory=list)  # session difference of busiest and idlest target, by step
+    sessions: list[int] = field(default_factory=list)  # total, by step
     routed: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -45,7 +45,7 @@ class Outcome:
 
 
 class Pool:
-    """Some targets behind one router."""
+    """Pool of targets behind one router."""
 
     def __init__(self, targets: int, pages: int, options: PrefixOptions, systems: int, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -55,7 +55,7 @@ class Pool:
         for address in self._pages:
             self._router.targets.up(address)
         self._conversations: list[Conversation] = []
-        self._running: dict[str, tuple[int, Conversation, Assignment]] = {}  # with the step that the turn ends at
+        self._running: dict[str, tuple[int, Conversation, Assignment]] = {}  # with the last step of the turn
         self._turns = 0
         self.outcome = Outcome()
 
@@ -124,6 +124,6 @@ class Pool:
 
 
 def outcomes(targets: int, pages: int, systems: int, seed: int, steps: int = 150) -> Iterator[Outcome]:
-    """Runs once by load alone, and once by load and shared prefixes."""
+    """Runs placement by load alone, and by load and shared prefixes."""
     for max_extra_sessions in (0.0, 4.0):
         yield Pool(targets, pages, PrefixOptions(PAGE, max_extra_sessions), systems, seed).run(steps)

@@ -1,4 +1,4 @@
-"""Placement of a router's sessions, and their moves when peers are full, lost, silent or malformed."""
+"""Tests placement of a router's sessions, and moves off full, lost, silent or misbehaving peers."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ TARGET_WAIT_S = 5.0
 
 
 class Desk:
-    """A router, with messages from its peers."""
+    """Session router with simulated peers."""
 
     def __init__(self, targets: str = "T", drafters: str = "D") -> None:
         self.assignments: SessionRouter[Assignment] = SessionRouter("router", TARGET_WAIT_S)
@@ -74,7 +74,7 @@ class Desk:
         self.receive(source, Refusal(assignment.name, assignment.session.attempt, reason, "no"))
 
     def fall_silent(self, *assignments: Assignment) -> list[str]:
-        """Misses a block a second until a drafter is given up; returns the drafters given up."""
+        """Misses a block per second until the router gives up a drafter; returns these drafters."""
         for _ in range(40):
             for assignment in assignments:
                 self.verdict(assignment, answer=DraftAnswer.MISSED)
@@ -284,7 +284,7 @@ def test_a_silent_drafter_without_an_alternative_keeps_its_sessions_and_gets_no_
 
 @pytest.mark.parametrize("changes", [{"attempt": 0}, {"source": "U"}], ids=["older attempt", "another target"])
 def test_missed_blocks_of_other_attempts_and_targets_do_not_count(changes):
-    """They may concern another drafter."""
+    """Such reports may concern another drafter."""
     desk = Desk("T", "DE")
     assignment = desk.begin()
     drafter = assignment.session.drafter
@@ -321,11 +321,11 @@ def test_messages_about_unknown_sessions_are_ignored():
     assert desk.sent == []
 
 
-# ---------------------------------------------------------------- drafters that have become bad
+# ---------------------------------------------------------------- drafters with bad blocks
 
 
 def test_a_resynchronized_drafter_keeps_the_session():
-    """The target sent the Resync; the router counts it."""
+    """The target sends the Resync, and the router counts it."""
     desk = Desk(drafters="DE")
     assignment = desk.begin()
     drafter = str(assignment.session.drafter)
@@ -379,7 +379,7 @@ def test_reports_about_earlier_attempts_and_drafters_are_ignored():
 
 
 def given_up_desk(drafters: str) -> tuple[Desk, str, Assignment]:
-    """Returns a desk after a drafter's sessions collapsed until it was given up, and one that did not collapse."""
+    """Returns a desk after repeated collapses at a drafter until the router gave it up, and a healthy drafter."""
     desk = Desk(drafters=drafters)
     assignments = [desk.begin(str(index)) for index in range(8 * len(drafters))]
     bad = str(assignments[0].session.drafter)

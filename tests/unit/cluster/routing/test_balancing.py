@@ -1,4 +1,4 @@
-"""The choice of a replica."""
+"""Tests the choice of a replica."""
 
 from cluster.routing.session_router import Candidate, Peers, choose, turn
 
@@ -22,7 +22,7 @@ def test_a_failed_replica_is_the_last_resort():
 
 
 def test_assigning_counts_at_once():
-    """Many sessions placed in one go must not all go to the replica that was idle before."""
+    """Sessions placed in quick succession must not all go to the previously idle replica."""
     peers = Peers("router")
     for address in "abc":
         peers.up(address)

@@ -1,4 +1,4 @@
-"""Gain and loss of balance from sending conversations to targets with cached prefixes."""
+"""Tests the cache gain and the imbalance from placing conversations on targets with cached prefixes."""
 
 from statistics import mean
 
@@ -17,7 +17,7 @@ def told(name: str, outcome: Outcome) -> str:
 
 @pytest.mark.parametrize(("targets", "systems"), [(2, 1), (4, 8), (8, 8)])
 def test_conversations_hit_cached_prefixes_without_unbalancing_targets(targets: int, systems: int) -> None:
-    """Caches here have room for every conversation."""
+    """The caches are large enough for every conversation."""
     by_load, by_prefix = outcomes(targets, pages=12_000, systems=systems, seed=1)
     print(f"\n{targets} targets, {systems} system prompts\n  {told('load', by_load)}\n  {told('prefix', by_prefix)}")
     assert by_prefix.cached_share > by_load.cached_share + 0.05
@@ -29,7 +29,7 @@ def test_conversations_hit_cached_prefixes_without_unbalancing_targets(targets: 
 
 
 def test_evictions_do_not_unbalance_the_targets() -> None:
-    """Room for what runs and for little more: the router believes in more than there is."""
+    """The caches barely exceed the running sessions, so the router overestimates the cached prefixes."""
     by_load, by_prefix = outcomes(targets=4, pages=1500, systems=8, seed=1)
     print(f"\nsmall caches\n  {told('load', by_load)}\n  {told('prefix', by_prefix)}")
     assert by_prefix.cached_share > by_load.cached_share

@@ -1,4 +1,4 @@
-"""The ledger: which verdicts commit, that commits are final, and what follows the loss of peers."""
+"""Tests the ledger: committing verdicts, final commits, and lost peers."""
 
 from dataclasses import replace
 from typing import Any
@@ -117,7 +117,7 @@ def test_the_same_verdict_twice_commits_once():
 
 
 def test_a_replaced_target_that_resumes_commits_nothing():
-    """Neither late nor under the address of its successor, and not even what it would have been right about."""
+    """Its late verdicts are ignored, even under its successor's address and even if they are right."""
     session = a_session()
     session.on_verdict("t1", a_verdict(session, 4))
     from_the_grave = a_verdict(session, 5)
@@ -157,7 +157,7 @@ def test_a_sessions_drafter_follows_it_to_the_next_target():
 
 
 def test_a_request_that_loses_several_targets_in_a_row_fails():
-    """It may have crashed them."""
+    """The request may have crashed the targets."""
     session = a_session(target=None, drafter=None)
     for number in range(10):
         assert session.phase is Phase.SEEKING
@@ -177,7 +177,7 @@ def test_a_request_that_loses_several_targets_in_a_row_fails():
 
 @pytest.mark.parametrize(("tokens", "survives"), [(100, True), (1, False)])
 def test_a_request_that_commits_enough_tokens_in_between_survives_any_number_of_lost_targets(tokens, survives):
-    """One that loses its target again after a few tokens may be the cause."""
+    """A request that loses its target again after a few tokens may be the cause of the crash."""
     session = a_session(drafter=None, max_len=10_000)
     for number in range(2, 22):
         session.on_verdict(session.target, a_verdict(session, *range(100, 100 + tokens)))
@@ -237,7 +237,7 @@ def test_a_resync_is_answered_with_the_ledger_to_the_current_drafter_only():
 
 @pytest.mark.parametrize(("acceptance", "seed"), [(Acceptance.COUPLED, 7), (Acceptance.REJECTION, 8)])
 def test_a_drafter_gets_the_acceptance_seed_only_where_it_must_draw_the_same(acceptance, seed):
-    """A drafter that knows the seed under rejection sampling could draft what will be accepted."""
+    """Under rejection sampling, a drafter with the seed could predict acceptance and bias the text."""
     session = a_session(target=None, drafter=None, acceptance=acceptance)
     (to_target,) = session.assign_target("t1")
     (to_drafter,) = session.assign_drafter("d1")
@@ -318,7 +318,7 @@ ADDRESSES = st.sampled_from(["t1", "t2", "t3", "d1", "d2"])
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """The ledger under whatever its peers may say, in whatever order."""
+    """State machine for the ledger under all messages of its peers, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.attempts = 0
 
     def checked(self, before: tuple[str | None, str | None], commands: list[Command], commits: bool = False) -> None:
-        """Checks the invariants of every answer, given target and drafter before the event."""
+        """Asserts the invariants of every answer, given the target and drafter before the event."""
         assert not (self.over and commands), "something was asked for after the end"
         targets = {before[0], self.session.target}
         drafters = {before[1], self.session.drafter}
@@ -350,7 +350,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.over = True
 
     def lost_by_refusal(self, before: tuple[str | None, str | None], ends: list[Any]) -> set[str | None]:
-        """A target that refused the session, or ended it for its logits, holds nothing of it."""
+        """Returns the target that refused the session or ended it for its logits; it holds no state of the session."""
         by_target = RequestError | NonFiniteLogitsError
         refused = any(isinstance(end, Failed) and isinstance(end.error, by_target) for end in ends)
         return {before[0]} if refused else set()

@@ -1,4 +1,4 @@
-"""Weight of a drafter's location."""
+"""Tests the weight of a drafter's location."""
 
 from cluster.routing.membership import Endpoint
 from cluster.routing.session_router import Locality

@@ -1,4 +1,4 @@
-"""Planned moves: sessions leave a peer that announced its end, and this is no failure of either."""
+"""In a planned move, sessions leave a peer that announced its end, and neither counts as failed."""
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_a_peer_that_reconnects_after_leaving_counts_as_new():
 
 
 def test_a_session_that_a_leaving_target_returns_starts_to_wait_then():
-    """It has run for longer than a session may wait."""
+    """The session has run for longer than the queue's time limit."""
     desk = Desk("T")
     assignment = desk.begin()
     leave(desk, "T")
@@ -142,7 +142,7 @@ def test_a_leaving_drafter_without_an_alternative_drafts_to_its_end():
 
 
 def test_a_leaving_target_does_not_make_targets_full():
-    """New sessions go to the other, or wait."""
+    """New sessions go to the other target, or wait."""
     desk = Desk("TU", "")
     desk.begin("a")
     leave(desk, "T")

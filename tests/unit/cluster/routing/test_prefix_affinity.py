@@ -1,4 +1,4 @@
-"""The router's memory of prefixes cached at targets, and when it forgets them."""
+"""Tests the router's record of prefixes cached at targets, and its expiry."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_a_target_matches_up_to_the_first_differing_page() -> None:
 
 
 def test_the_allocator_finds_as_many_cached_tokens_as_the_router_expects() -> None:
-    """The last token is computed in any case."""
+    """The last token is always computed."""
     for length in range(1, 20):
         memory = homes()
         memory.record("T", memory.keys(range(17)))

@@ -1,10 +1,10 @@
-"""Acceptance estimates from earlier blocks, and acceptance counts."""
+"""Tests acceptance estimates from earlier blocks, and acceptance counts."""
 
 import pytest
 
 from cluster.speculation.estimators import AcceptanceCounts, Chances, SessionStats
 
-NOBODY = Chances()  # no other session's blocks
+NOBODY = Chances()  # without other sessions' blocks
 
 
 def p_accepted(blocks: Chances, others: Chances) -> list[float]:
@@ -37,7 +37,7 @@ def test_a_little_known_session_is_estimated_from_the_others():
 
 
 def test_positions_without_requests_for_long_become_unknown_again():
-    """Otherwise a block that was short once would stay short."""
+    """Otherwise blocks that became short once would stay short."""
     blocks = Chances()
     for _ in range(20):
         blocks = blocks.after(requested=3, drafted=3, accepted=range(1))
@@ -76,7 +76,7 @@ def test_a_trial_is_over_after_two_rounds_unless_something_is_accepted():
 
 
 def counts(*blocks: tuple[int, int]) -> AcceptanceCounts:
-    """Counts blocks given by requested length and accepted tokens."""
+    """Returns the counts after blocks with these (requested, accepted) tokens."""
     found = AcceptanceCounts()
     for asked, accepted in blocks:
         found = found.after(asked, accepted)
@@ -93,7 +93,7 @@ def test_rates_are_conditional_on_the_positions_before():
 
 
 def test_short_blocks_leave_further_positions_unchanged():
-    """Requesting one token, because the second was rarely right, leaves the second's estimate unchanged."""
+    """Requests for one token, after many wrong second tokens, leave the second position's estimate unchanged."""
     assert counts(*[(2, 2)] * 100, *[(1, 1)] * 1000).by_position() == (1.0, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Circuit breakers open for silent or bad drafters, probe them, and close again."""
+"""Circuit breakers open for silent or bad drafters, probe them, and close after success."""
 
 from itertools import pairwise
 
@@ -10,14 +10,14 @@ FOREVER_S = 3600.0
 
 
 def misses(breaker: CircuitBreaker, begin: float, seconds: float) -> bool:
-    """Returns whether the last of twenty misses spread over `seconds` opens the breaker; none before it does."""
+    """Returns whether twenty misses spread over `seconds` open the breaker; asserts that fewer do not."""
     *before, last = [breaker.missed(begin + index * seconds / 19, SILENCE_S) for index in range(20)]
     assert not any(before)
     return last
 
 
 def end_of_pause(breaker: CircuitBreaker, begin: float) -> float:
-    """Returns the time, in half seconds from `begin`, at which the breaker lets a session pass."""
+    """Returns the first time, in half-second steps from `begin`, at which the breaker admits a session."""
     now = begin
     while not breaker.takes(now):
         now += 0.5
@@ -31,7 +31,7 @@ def collapses_until_open(breaker: CircuitBreaker | CircuitBreakers, *arguments: 
 
 
 def seconds_until_given_up(breakers: CircuitBreakers, address: str, has_drafted: bool = True) -> int:
-    """Returns how long the drafter misses a block a second until it is given up."""
+    """Returns the seconds until a drafter that misses a block per second is given up."""
     missed = DraftAnswer.MISSED
     return next(now for now in range(64) if breakers.note(address, "s", missed, has_drafted, float(now)))
 
@@ -149,7 +149,7 @@ def test_breakers_are_separate_by_address_and_a_new_stream_starts_closed():
     assert breakers.takes("b", now)
 
 
-# ---------------------------------------------------------------- blocks that become bad, session after session
+# ---------------------------------------------------------------- blocks that become bad in consecutive sessions
 
 
 def test_a_drafter_whose_sessions_collapse_one_after_the_other_is_given_up():
@@ -199,7 +199,7 @@ def test_collapses_and_good_ends_count_by_address():
 def test_openings_are_counted_by_cause_and_open_breakers_are_listed():
     breakers = CircuitBreakers()
     breakers.refused("a", 0.0)
-    breakers.refused("a", 0.0)  # it is open already
+    breakers.refused("a", 0.0)  # already open
     collapses_until_open(breakers, "b", 0.0)
     now = float(seconds_until_given_up(breakers, "c"))
     assert +breakers.opened == {("a", "overloaded"): 1, ("b", "bad"): 1, ("c", "silent"): 1}

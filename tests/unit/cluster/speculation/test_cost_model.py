@@ -1,4 +1,4 @@
-"""Cost of steps: a profile's shape, live steps' scale."""
+"""The cost model of steps takes its shape from a profile and its scale from live steps."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_the_profile_holds_until_steps_are_measured():
 
 
 def test_speculative_and_other_steps_are_scaled_separately():
-    """Drafters are at work beside speculative steps."""
+    """Drafters run in parallel with speculative steps and slow them down."""
     cost = StepCost.profiled(SHAPE)
     for _ in range(100):
         cost = cost.after_drafts(1, 4, 1.5 * SHAPE.seconds(1, 4)).after_non_speculative(1, 1.2 * SHAPE.seconds(1, 1))
@@ -25,7 +25,7 @@ def test_speculative_and_other_steps_are_scaled_separately():
 
 
 def test_the_non_speculative_estimate_follows_the_pace_of_speculative_steps():
-    """A machine that became slower since the last non-speculative step says nothing about speculation."""
+    """A machine that slowed down after the last non-speculative step reveals nothing about speculation."""
     cost = StepCost.profiled(SHAPE)
     for slower in (1.0, 1.3):
         for _ in range(200):
@@ -76,7 +76,7 @@ def test_the_current_costs_of_both_kinds_are_separate():
 
 
 def test_non_speculative_steps_of_more_rows_never_cost_less():
-    """Holds for any measurements, and beyond their range."""
+    """This holds for any measurements, and beyond their range."""
     cost = StepCost.profiled(ForwardCost.linear(0.02, per_token_s=1e-5)).after_drafts(32, 64, 0.02)
     plain = cost.after_non_speculative(32, 0.03).after_non_speculative(64, 0.01).non_speculative_cost
     seconds = [plain.seconds(rows, rows) for rows in (1, 16, 32, 48, 64, 100, 200, 1000)]

@@ -21,7 +21,7 @@ def test_the_first_measurements_weigh_the_same_and_later_ones_fade():
 
 
 def test_the_error_of_a_ratio_covers_the_truth_as_often_as_a_standard_error():
-    """Expects the truth within one standard error in about two of three runs."""
+    """In about two of three runs, the true ratio is within one standard error."""
     covered = 0
     for seed in range(400):
         drawn = random.Random(seed)

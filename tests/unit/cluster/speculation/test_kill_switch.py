@@ -1,4 +1,4 @@
-"""Speculation is off for a while at loads where it was measured to lose."""
+"""The kill switch pauses speculation at loads with a measured loss."""
 
 import random
 from itertools import groupby
@@ -7,11 +7,11 @@ import pytest
 
 from cluster.speculation.controller import KillSwitch
 
-SHARE = 0.015  # bound on the share of the time that measuring and trials cost
+SHARE = 0.015  # limit of the time share for measurements and trials
 
 
 def run(record: KillSwitch, sessions: int, gain: float, steps: int, spread: float = 0.5) -> list[bool]:
-    """Returns at each step whether drafts were requested, if speculation has this gain on average."""
+    """Returns whether each step requested drafts, given this mean gain from speculation."""
     drawn = random.Random(0)
     on = []
     for _ in range(steps):
@@ -28,11 +28,11 @@ def runs(on: list[bool], state: bool) -> list[int]:
     return [len(list(steps)) for is_on, steps in groupby(on) if is_on is state]
 
 
-LOOK = runs(run(KillSwitch(), 4, 1.5, 100), False)[0]  # steps of one look at non-speculative decoding
+LOOK = runs(run(KillSwitch(), 4, 1.5, 100), False)[0]  # steps of one measurement of non-speculative decoding
 
 
 def pauses(on: list[bool]) -> list[int]:
-    """Returns the lengths of the runs of steps without drafts that are longer than a look."""
+    """Returns the lengths of runs of steps without drafts that exceed a measurement."""
     return [steps for steps in runs(on, False) if steps > LOOK]
 
 
@@ -120,7 +120,7 @@ def test_each_load_has_its_own_record():
 
 
 def test_few_steps_have_a_trial_however_many_sessions_there_are():
-    """A trial holds all sessions up, so trials count by step. 1 % of rounds was every third step of 32 sessions."""
+    """A trial delays all sessions, so the limit counts steps: 1 % of rounds is every third step of 32 sessions."""
     steps = 10_000
     trials = {}
     for sessions in (1, 32):

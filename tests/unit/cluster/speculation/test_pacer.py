@@ -1,4 +1,4 @@
-"""The controller's decisions over many rounds of steps and blocks."""
+"""Tests the controller's decisions over many rounds of steps and blocks."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +14,7 @@ PROFILE = ForwardCost.linear(0.099, per_token_s=0.001)
 
 
 def a_pacer(token_s: float = 0.005, base_s: float = 0.01) -> SpeculationController:
-    """Returns the controller of a replica with ten tokens a second, whose blocks take this long."""
+    """Returns the controller of a replica with ten tokens per second and this block delay."""
     pacer = SpeculationController(Adaptive(), PROFILE)
     for tokens in (1, 4) * 20:
         pacer.block_arrived(tokens, base_s + tokens * token_s)
@@ -22,7 +22,7 @@ def a_pacer(token_s: float = 0.005, base_s: float = 0.01) -> SpeculationControll
 
 
 def rejected(pacer: SpeculationController, sessions: int = 1) -> list[SessionStats]:
-    """Returns sessions whose blocks were all rejected."""
+    """Returns sessions with only rejected blocks."""
     found = [SessionStats(delay_s=0.03, hits=0.1) for _ in range(sessions)]
     for stats in found:
         for _ in range(40):
@@ -42,7 +42,7 @@ def test_drafts_that_do_not_pay_are_tried_in_few_steps_however_many_sessions_the
 
 
 def test_drafting_resumes_when_it_pays_again():
-    """A trial continues while its tokens are accepted, until they suffice."""
+    """A trial continues while the target accepts its tokens, until the evidence suffices."""
     pacer = a_pacer()
     [stats] = rejected(pacer)
     assert pacer.decide(stats, 2, 1).tokens == 0
@@ -57,7 +57,7 @@ def test_drafting_resumes_when_it_pays_again():
 
 
 def test_a_session_whose_blocks_are_not_waited_for_waits_once_at_long_regular_intervals():
-    """Otherwise blocks that were slow once would be taken to be slow forever. Other sessions wait too."""
+    """Otherwise blocks that were slow once would count as slow forever. Other sessions wait too."""
     pacer = a_pacer(base_s=0.3)
     stats = a_yield(0.5, 0.25)
     waited = [index for index in range(1000) if pacer.decide(stats, 2, 1).hold_step]
@@ -108,7 +108,7 @@ def test_a_wait_before_a_step_counts_fully():
 
 
 def test_a_step_right_after_a_speculative_one_does_not_measure_non_speculative_decoding():
-    """Drafters are still at work beside it."""
+    """Drafters still run during that step."""
     pacer = a_pacer()
     for _ in range(200):
         for step, seconds in ((replace(DECODES, is_drafted_for=True), 0.1), (DECODES, 0.3), (DECODES, 0.1)):
@@ -117,7 +117,7 @@ def test_a_step_right_after_a_speculative_one_does_not_measure_non_speculative_d
 
 
 def test_block_delays_are_measured_for_each_octave_of_sessions():
-    """Drafters draft for all sessions together."""
+    """Drafters draft for all sessions together, so delays depend on their number."""
     pacer = a_pacer(base_s=0.3)
     stats = a_yield(0.5, 0.25)
     slow = [pacer.decide(stats, 2, 1).hold_step for _ in range(3)]

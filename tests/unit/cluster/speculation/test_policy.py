@@ -1,4 +1,4 @@
-"""The drafting policy: draft length, waiting time, stopping and probing."""
+"""Tests the drafting policy: draft length, waiting time, stopping and probing."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def asked(blocks: SessionStats, limit: int, load: Load = LOAD, replica: ReplicaS
     return PACING.decide(blocks, replica, limit, load, may_try=False)
 
 
-# ---------------------------------------------------------------- how long to wait
+# ---------------------------------------------------------------- waiting time
 
 
 def test_a_step_waits_for_a_block_worth_more_than_the_time_of_all_sessions():
@@ -55,7 +55,7 @@ def test_a_session_skips_steps_only_for_a_valuable_block():
 
 
 def test_no_session_waits_before_the_first_measured_step():
-    """A second has no value yet."""
+    """Before that, the value of a second is unknown."""
     unmeasured = Load(sessions=4)
     assert unmeasured.rate == 0.0
     decision = asked(with_hits(a_yield(*[0.98] * 8), 0.0), 8, unmeasured, ReplicaStats())
@@ -65,7 +65,7 @@ def test_no_session_waits_before_the_first_measured_step():
 
 
 def test_a_dead_drafter_costs_a_few_short_waits():
-    """Bounds the sum over all rounds without a block."""
+    """The test bounds the total over all rounds without a block."""
     waited = with_hits(a_yield(0.9, 0.8), 0.0)
     total = 0.0
     first = asked(waited, 2).worth
@@ -77,7 +77,7 @@ def test_a_dead_drafter_costs_a_few_short_waits():
     assert asked(waited, 2).worth == first, "the drafter is back"
 
 
-# ---------------------------------------------------------------- how far to draft
+# ---------------------------------------------------------------- draft length
 
 
 def test_tokens_are_requested_while_they_are_likely_enough():
@@ -87,7 +87,7 @@ def test_tokens_are_requested_while_they_are_likely_enough():
 
 
 def test_the_least_chance_is_what_a_token_adds_to_the_step():
-    """A token's acceptance probability must be worth what it adds to the step."""
+    """A token's acceptance probability must justify its cost in the step."""
     ask = asked(a_yield(0.9, 0.8), 2)
     assert ask.least_chance == pytest.approx(15 * 0.001)
     assert asked(a_yield(0.9, 0.8), 2, replace(LOAD, sessions=20)).least_chance > 5 * ask.least_chance
@@ -96,7 +96,7 @@ def test_the_least_chance_is_what_a_token_adds_to_the_step():
 def test_a_busy_replica_drafts_less_and_finally_nothing():
     """A rejected token displaces a certain one in a full step."""
     blocks = a_yield(0.6, 0.36, 0.22, 0.13)
-    full = StepCost.profiled(ForwardCost.linear(0.018, per_token_s=0.002))  # hardly a base
+    full = StepCost.profiled(ForwardCost.linear(0.018, per_token_s=0.002))  # small base cost
     lengths = [asked(blocks, 4, Load(full, sessions), ReplicaStats()).tokens for sessions in (1, 8, 100)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] == 4
@@ -144,7 +144,7 @@ def test_a_few_rejections_in_a_row_do_not_end_drafting_that_pays():
 
 
 def test_drafting_stops_and_resumes_at_different_thresholds():
-    """Otherwise noise would toggle it."""
+    """Equal thresholds would let noise toggle drafting."""
     chances = [step / 1000 for step in range(1, 1000)]
     gives_up = max(c for c in chances if asked(a_yield(c), 1).tokens == 0)
     takes_up = min(c for c in chances if asked(replace(a_yield(c), is_left_off=True), 1).tokens == 1)

@@ -1,4 +1,4 @@
-"""Assignment tokens: valid for the session and the number that they were issued for, under one key."""
+"""Assignment tokens are valid only for their session, number and key."""
 
 from dataclasses import replace
 

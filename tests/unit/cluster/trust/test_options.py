@@ -1,4 +1,4 @@
-"""The section `trust`: one way at most, and files relative to the config."""
+"""The `trust` section allows at most one method, with files relative to the config."""
 
 import pytest
 

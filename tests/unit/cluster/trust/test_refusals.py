@@ -1,4 +1,4 @@
-"""Refusals are all counted and logged once per peer and cause, for a bounded number of peers."""
+"""All refusals count; each peer and cause is logged once, for a limited number of peers."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Hidden states for drafters: which rows come back with a step, which are read from pages, in which order they go."""
+"""Tests hidden states for drafters: rows returned by a step, rows read from pages, and their order."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,14 +26,14 @@ from protos.prefix import Prefix
 from tests.scenarios.verification import DRAFTER, ROUTER, VOCABULARY, Target, text
 from tests.unit.cluster.samples import KEY
 
-WIDE = StatesFormat(width=MAX_STATES_BYTES // 8, dtype=StateDtype.BFLOAT16)  # four rows in a message
+WIDE = StatesFormat(width=MAX_STATES_BYTES // 8, dtype=StateDtype.BFLOAT16)  # four rows per message
 SMALL = StatesFormat(width=2, dtype=StateDtype.BFLOAT16)
 APART = states_stream(DRAFTER)
 OTHER = "other#1"
 
 
 class FeedDesk(Target):
-    """A desk whose engine has states: a row is its token, over and over."""
+    """Desk with an engine that has states; each row repeats its token."""
 
     def __init__(self, layout: StatesFormat = SMALL, asked: int | None = None, **limits: Any) -> None:
         super().__init__(asked=asked, states=layout, **limits)
@@ -64,14 +64,14 @@ class FeedDesk(Target):
                 for outcome in outcomes]  # fmt: skip
 
     def read(self) -> list[Send]:
-        """One turn of reading, between two steps."""
+        """Reads states once between two steps."""
         asked = self.feeds.next_read()
         if asked is None:
             return []
         return self.feeds.sent(asked, self._rows_at(asked.slots))
 
     def reads(self) -> Iterator[States]:
-        """Reads until there is no capacity or nothing is left."""
+        """Reads until capacity or states are exhausted."""
         while sends := self.read():
             for to, message in sends:
                 assert to == APART
@@ -95,7 +95,7 @@ def tokens_in(states: States) -> tuple[int, ...]:
 
 
 def check(states: States, tokens: tuple[int, ...]) -> None:
-    """They are of this text, and addressed by it."""
+    """Asserts that the states belong to this text and are addressed by its hash."""
     assert tokens_in(states) == tokens[states.first : states.end]
     assert states.prefix_hash == Prefix(KEY, tokens[: states.end]).hash
 
@@ -142,7 +142,7 @@ def test_routers_get_no_states():
 
 
 def test_states_of_an_accepted_tree_path_are_sent_in_order():
-    """The nodes beside it are somebody else's text."""
+    """Other nodes belong to another text."""
     desk = FeedDesk()
     desk.open(tokens=(1, 2))
     desk.attach_from((1, 2), 0)
@@ -175,7 +175,7 @@ def test_a_target_that_captures_nothing_promises_nothing():
 
 
 def test_a_drafter_without_requests_gets_no_states():
-    """Nor is it told verdicts; both would be for nothing."""
+    """The drafter receives no verdicts either; both would be useless."""
     desk = FeedDesk(asked=0)
     desk.open(tokens=(1, 2, 3))
     desk.attach_from((1, 2, 3), 0)
@@ -192,7 +192,7 @@ def test_the_last_verdict_carries_no_states():
     assert [type(message) for message in to_drafter(desk.step())] == [Verdict]
 
 
-# ---------------------------------------------------------------- apart from verdicts
+# ---------------------------------------------------------------- separate from verdicts
 
 
 def test_states_of_a_long_prompt_are_read_in_chunks_during_prefill():
@@ -215,7 +215,7 @@ def test_states_of_a_long_prompt_are_read_in_chunks_during_prefill():
 
 
 def test_prompt_states_do_not_delay_verdicts():
-    """One session decodes while another's prompt is fed: its verdicts and rows go first, in every step."""
+    """While another session's prompt is fed, a decoding session's verdicts and rows go first in every step."""
     desk = FeedDesk(WIDE, max_step_tokens=8, ride_bytes=2 * WIDE.row_bytes)
     desk.open("short", tokens=(1, 2))
     desk.attach_from((1, 2), 0, "short")
@@ -289,7 +289,7 @@ def test_a_late_drafter_gets_states_from_pages_without_a_forward():
 
 
 def test_tokens_are_fed_once_whatever_happens_to_drafters():
-    """Accepted drafts are not among them, nor the last token; what was rejected, or is in the cache, is not fed."""
+    """Fed tokens exclude accepted drafts, the last token, rejected tokens and cached tokens."""
     desk = FeedDesk(SMALL)
     prompt = tuple(range(1, 14))
     right = text(prompt, 6)
@@ -322,7 +322,7 @@ def test_states_of_a_prefix_hit_are_read_from_shared_pages():
 
 
 def test_accepted_nodes_are_read_only_after_their_move():
-    """Other tokens lie there until the next step moves them."""
+    """Until the next step moves the nodes, their slots hold other tokens."""
     desk = FeedDesk(SMALL)
     desk.open(tokens=(1, 2))
     right = text((1, 2), 4)
@@ -399,7 +399,7 @@ def test_states_read_for_a_closed_session_are_dropped():
 
 
 def test_a_drafter_attaching_during_a_step_gets_states_from_its_position():
-    """The states sent with the verdict suited a drafter that lacked more."""
+    """The states sent with the verdict were meant for a drafter that lacked more states."""
     desk = FeedDesk(SMALL)
     desk.open(tokens=(1, 2, 3))
     desk.attach_from((1, 2, 3), 0)
@@ -413,7 +413,7 @@ def test_a_drafter_attaching_during_a_step_gets_states_from_its_position():
 
 
 def check_preempted_sessions_go_on(desk: FeedDesk, steps: int) -> None:
-    """Two sessions that have not room together: each state comes once, in order, and right, to near their ends."""
+    """Asserts that two sessions that exceed the cache together receive each right state once, in order."""
     prompts = {"a": tuple(range(1, 7)), "b": tuple(range(11, 17))}
     known = dict.fromkeys(prompts, 0)
     texts = {name: list(prompt) for name, prompt in prompts.items()}
@@ -438,5 +438,5 @@ def check_preempted_sessions_go_on(desk: FeedDesk, steps: int) -> None:
 
 
 def test_a_preempted_session_resumes_its_states():
-    """Its pages are found or computed again; what was sent is not sent once more."""
+    """Its pages are found or recomputed, and no states are sent again."""
     check_preempted_sessions_go_on(FeedDesk(SMALL, pages=9, max_sessions=2, max_context=24), steps=60)

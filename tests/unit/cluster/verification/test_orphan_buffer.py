@@ -1,4 +1,4 @@
-"""Limits in bytes on messages for unopened sessions; transcripts cover the rest."""
+"""Tests the byte limits of messages for unopened sessions; transcripts cover the rest."""
 
 import sys
 from types import FrameType
@@ -53,7 +53,7 @@ def test_messages_that_leave_in_any_way_free_their_space(bound):
 
 
 def test_a_message_costs_the_same_however_many_wait():
-    """Counts calls, because time is unreliable on a busy machine."""
+    """The test counts calls, because time is unreliable on a busy machine."""
     early = OrphanBuffer(BufferLimits(sessions=10**6), TargetCounts())
     small = a_block((7,), TOKENS, "s")
 

@@ -1,4 +1,4 @@
-"""Sessions that outgrow the cache are preempted, resume, and get the same tokens; `Target` reads every page it uses."""
+"""Sessions that outgrow the cache are preempted, resume, and get the same tokens; `Target` checks every page."""
 
 import random
 
@@ -20,12 +20,12 @@ PROMPTS = {"a": (0, 1, 2, 3), "b": (10, 11, 12, 13), "c": (20, 21, 22, 23)}
 
 
 def verdicts(target: Target, receiver: str = ROUTER) -> list[Verdict]:
-    """Makes a step; returns the receiver's verdicts."""
+    """Runs a step; returns the receiver's verdicts."""
     return [message for to, message in target.step() if to == receiver and isinstance(message, Verdict)]
 
 
 def crowded() -> Target:
-    """Returns a target whose three sessions grow beyond a cache in which all of them were admitted."""
+    """Returns a target with three admitted sessions that will outgrow its cache."""
     target = Target(pages=9)
     for name, prompt in PROMPTS.items():
         target.open(name, tokens=prompt, max_len=24)
@@ -142,7 +142,7 @@ def test_every_session_gets_its_text_however_small_the_cache(prompts, pages, max
         for _, message in target.scheduler.apply(target.compute(plan), 0.1, target.now) if plan is not None else ():
             assert isinstance(message, Verdict)
             tokens[message.session] += message.tokens
-    target.scheduler.plan(target.now + 3600)  # blocks for ended sessions have expired
+    target.scheduler.plan(target.now + 3600)  # expires blocks for ended sessions
     assert target.scheduler.is_idle
     assert not target.known
     assert tokens == wanted
@@ -154,7 +154,7 @@ def test_every_session_gets_its_text_however_small_the_cache(prompts, pages, max
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16])
 @pytest.mark.parametrize("positions", [400, 48], ids=["pages for all", "preemption"])
 def test_sessions_with_random_trees_get_their_texts_with_any_page_size(page_size, positions):
-    """Prompts are shared, and pages end within accepted paths."""
+    """Sessions share prompts, and pages end within accepted paths."""
     target = Target(pages=positions // page_size, page_size=page_size)
     rng = random.Random(page_size)
     prompts = {"old": (1, 2, 3, 4), "twin": (1, 2, 3, 4), "young": (4, 5, 6)}
@@ -177,8 +177,8 @@ def test_sessions_with_random_trees_get_their_texts_with_any_page_size(page_size
 
 
 def a_likely_tree(rng: random.Random, before: Tokens, nodes: int) -> DraftTree:
-    """Returns a tree in which about half of the nodes continue their path correctly."""
-    texts: dict[Tokens, int] = {before: -1}  # up to each node, with its number
+    """Returns a tree with about half of its nodes correct."""
+    texts: dict[Tokens, int] = {before: -1}  # node number by the text up to the node
     parents: list[int] = []
     while len(parents) < nodes:
         line = rng.choice([*texts])

@@ -1,4 +1,4 @@
-"""Reports of a target replica about its sessions."""
+"""Tests a target replica's reports about its sessions."""
 
 from dataclasses import replace
 
@@ -65,7 +65,7 @@ def test_waiting_and_cache_are_reported_as_recent_shares() -> None:
     desk = Target()
     desk.open(tokens=PROMPT, max_len=20)
     desk.now = 0.3
-    desk.step()  # of 0.1 s, and it could have begun 0.3 s before
+    desk.step()  # takes 0.1 s; could have begun 0.3 s earlier
     told = report(desk)
     assert told.waiting == pytest.approx(0.75)
     assert told.cache == pytest.approx(0.01), "one page of a hundred"
@@ -73,7 +73,7 @@ def test_waiting_and_cache_are_reported_as_recent_shares() -> None:
 
 
 def test_the_backlog_is_the_remaining_time_of_prompts() -> None:
-    """The profile gives 10 ms per token."""
+    """The profiled cost is 10 ms per token."""
     scheduler = VerificationScheduler(
         replace(LIMITS, max_sessions=1, max_step_tokens=2), step_cost=ForwardCost.linear(0.0, per_token_s=0.01)
     )
@@ -85,7 +85,7 @@ def test_the_backlog_is_the_remaining_time_of_prompts() -> None:
 
 
 def test_an_undrafted_session_keeps_wanting_drafts() -> None:
-    """Uses the real policy; otherwise a pool without drafters would never recover."""
+    """This uses the real policy; otherwise a pool without drafters would never recover."""
     desk = Target(pages=100)
     desk.scheduler = VerificationScheduler(replace(LIMITS, max_context=2000, pages=600))
     desk.limits = replace(LIMITS, max_context=2000, pages=600)
@@ -113,7 +113,7 @@ def test_draft_lengths_and_block_delays_are_counted() -> None:
     desk.open(tokens=PROMPT, max_len=20)
     desk.attach(PROMPT)
     desk.now = 1.0
-    desk.block(PROMPT, (4, 5))  # the first is not timed: its drafter had a prompt to read
+    desk.block(PROMPT, (4, 5))  # not timed, because the drafter had to read the prompt
     decided = next(message.tokens for _, message in desk.step() if isinstance(message, Verdict))
     desk.now = 2.5
     desk.block((*PROMPT, *decided), (4, 5))

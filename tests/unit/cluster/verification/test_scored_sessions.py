@@ -1,4 +1,4 @@
-"""Audits, and requests with scores, private caches and token rules."""
+"""Tests audits, and requests with scores, private caches and token rules."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def test_only_the_router_receives_scores_and_only_up_to_the_end_of_the_session()
 
 
 def cached(target: Target, name: str, **changes: object) -> int:
-    """Runs a session with the same prompt; returns how many of its tokens came from the cache."""
+    """Runs a session with the same prompt; returns its number of cached tokens."""
     target.open(name, tokens=PROMPT, max_len=9, **changes)
     target.finish()
     (row,) = target.rows[-1] or target.rows[-2]
@@ -67,7 +67,7 @@ def test_sessions_share_cached_text_only_with_sessions_of_the_same_salt():
 
 @pytest.mark.parametrize("changes", [{"audit": True}, {"scoring": Scoring(None, 0)}], ids=["audit", "scored"])
 def test_prompts_of_audits_and_scored_prompts_are_read_in_small_pieces(changes):
-    """A request must not wait long for an audit, and the logits of a whole scored piece are held at once."""
+    """Requests must not wait long for an audit, and memory must hold the logits of a whole scored chunk."""
     target = Target(max_step_tokens=1000, max_context=1000, pages=400)
     target.open(tokens=(1,) * 600, max_len=601, **changes)
     target.finish()

@@ -1,4 +1,4 @@
-"""Hidden states without pages: a step's states leave before the next step, earlier ones are recomputed."""
+"""Without state pages, a step's hidden states are sent before the next step, and earlier ones are recomputed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ LONGER = (*PROMPT, 20, 21)
 
 
 class FreshDesk(FeedDesk):
-    """A desk whose engine has the states of its latest step alone; to read others is a failure."""
+    """Desk with an engine that keeps only its latest step's states, and fails on reads of others."""
 
     def __init__(self, layout: StatesFormat = SMALL, **limits: Any) -> None:
         super().__init__(layout, keeps_states=False, **limits)
@@ -47,7 +47,7 @@ class FreshDesk(FeedDesk):
         return self.feeds.counts["again"]
 
     def states_of_steps(self, steps: int, session: str = "s") -> list[States]:
-        """All that goes out to the drafter, of which each is acknowledged."""
+        """Returns all states sent to the drafter, which acknowledges each message."""
         found: list[States] = []
         for _ in range(steps):
             sent = [message for message in to_drafter(self.step()) if isinstance(message, States)]
@@ -202,7 +202,7 @@ def test_before_the_first_send_a_later_beginning_avoids_recomputation():
 
 
 def test_sent_states_have_no_gaps():
-    """States that could not be sent in time are computed again."""
+    """States not sent in time are recomputed."""
     desk = FreshDesk(max_step_tokens=4, max_context=100, window_bytes=1, ride_bytes=0)
     desk.open(tokens=PROMPT)
     desk.attach_from(PROMPT, 0, by=12)

@@ -1,4 +1,4 @@
-"""The target's scheduler over many rounds: silent and bad drafters, delays, long prompts, non-finite logits."""
+"""Tests the target's scheduler over many rounds: silent and bad drafters, delays, long prompts, nonfinite logits."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -28,7 +28,7 @@ def verdicts(sends: list[Send], receiver: str = ROUTER) -> dict[str, Verdict]:
 
 
 def attached(**options: object) -> tuple[Target, Tokens]:
-    """Returns a target with one session past its prompt and its drafter, and the session's text."""
+    """Returns a target with a decoding session and its drafter, and the session's text."""
     target = Target(max_context=1000, pages=1000, **options)
     target.open(max_len=900)
     tokens = PROMPT + only_verdict(target.step()).tokens
@@ -61,7 +61,7 @@ def test_settle(tokens, accepted, max_len, stops, expected):
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["in time", "late"])
 def test_rows_carry_the_draft_probs_of_their_tokens(steps):
-    """Shifted by one, every token would be weighed by another's distribution."""
+    """An off-by-one error would weigh every token by another token's distribution."""
     right = text((1, 2), 3)
     probs = SparseProbs(tuple((token,) for token in right), ((1,), (2,), (3,)))
     target = Target()
@@ -78,7 +78,7 @@ def test_rows_carry_the_draft_probs_of_their_tokens(steps):
 
 
 def test_a_draft_prob_outside_the_vocabulary_is_refused_even_if_all_tokens_are_inside():
-    """It would index the target's row out of range."""
+    """Such an id would index the target's row out of range."""
     target = Target()
     target.open(tokens=(1, 2))
     target.block((1, 2), DraftTree.chain((9,), SparseProbs(((9, VOCABULARY),), ((1, 1),))))
@@ -101,7 +101,7 @@ def miss_until_silent(target: Target) -> int:
 
 
 def test_after_a_few_missed_blocks_no_session_waits_for_the_drafter_until_its_next_block():
-    """Not even a session that was opened later."""
+    """This includes sessions opened later."""
     target, _ = attached(patience=1.0)
     assert miss_until_silent(target) > 1
     target.open("new", tokens=(7,), max_len=150)
@@ -147,7 +147,7 @@ def test_a_drafter_that_answers_without_a_block_is_not_silent():
 
 
 def test_a_drafter_that_never_has_a_block_is_rarely_asked_for_one():
-    """Otherwise a draft model that is sure of nothing would keep it busy."""
+    """Otherwise an unconfident draft model would stay busy."""
     target, tokens = attached(policy=Adaptive())
     requested = []
     for _ in range(300):
@@ -163,7 +163,7 @@ def test_a_drafter_that_never_has_a_block_is_rarely_asked_for_one():
 
 
 def test_an_answer_without_a_block_during_a_step_shows_a_live_drafter_but_no_delay():
-    """The step did not wait for it, so the drafter need not have hurried."""
+    """The step did not wait for the answer, so its delay says nothing about the drafter's speed."""
     target, tokens = attached(waits=False)
     target.block(tokens, text(tokens, 1))
     tokens += only_verdict(target.step(), DRAFTER).tokens
@@ -199,7 +199,7 @@ def test_missed_rounds_are_counted_until_a_block_is_used():
 
 
 def a_round(target: Target, before: Tokens, delay_s: float) -> Tokens:
-    """Sends a block of one token so long after the last verdict; returns the text after the next verdict."""
+    """Sends a one-token block `delay_s` after the last verdict; returns the text after the next verdict."""
     target.now += delay_s
     target.block(before, (next_token(before),))
     return before + verdicts(target.step())["s"].tokens
@@ -245,11 +245,11 @@ def test_a_step_that_only_opens_and_closes_sessions_leaves_the_step_cost_unchang
 
 
 def test_requests_without_speculation_do_not_shorten_its_pauses():
-    """Otherwise speculation would be tried more often for all others."""
+    """Otherwise other requests would see more frequent trials of speculation."""
     target = Target(policy=Adaptive(), max_context=1000, pages=1000)
 
     def run(session: str, draft_tokens: int, steps: int) -> list[bool]:
-        """Returns at each step whether speculation was on; steps take twice as long with it."""
+        """Returns whether speculation was on at each step; speculative steps take twice as long."""
         target.open(session, draft_tokens=draft_tokens, max_len=900)
         target.attach(PROMPT, session)
         on = []
@@ -273,7 +273,7 @@ def test_requests_without_speculation_do_not_shorten_its_pauses():
 def drafted_rounds(
     target: Target, tokens: Tokens, rounds: int, right: bool, session: str = "s"
 ) -> tuple[Tokens, list[Verdict]]:
-    """Runs rounds with blocks of one token; returns the text after them and the router's verdicts."""
+    """Runs rounds with one-token blocks; returns the resulting text and the router's verdicts."""
     found = []
     for _ in range(rounds):
         token = next_token(tokens)
@@ -285,7 +285,7 @@ def drafted_rounds(
 
 
 def test_a_drafter_whose_blocks_become_bad_is_resynchronized_and_excluded_until_it_attaches_again():
-    """Its cache may be wrong although its tokens are right."""
+    """The drafter's cache may be wrong even if its tokens are right."""
     target, tokens = attached()
     tokens, _ = drafted_rounds(target, tokens, 20, right=True)
     bad_blocks = 0
@@ -403,7 +403,7 @@ def test_every_session_gets_its_text_whatever_blocks_arrive(prompts, max_session
     assert tokens == wanted
 
 
-# ---------------------------------------------------------------- logits that are not finite
+# ---------------------------------------------------------------- nonfinite logits
 
 
 def broken(outcomes: list[Outcome], session: str) -> list[Outcome]:

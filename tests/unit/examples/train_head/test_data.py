@@ -1,4 +1,4 @@
-"""Token files, what the target writes, the draft vocabulary, and which sequences are in which step."""
+"""Tests token files, generated answers, the draft vocabulary, and the order of training sequences."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ PROMPTS = [[5, 9, 2], [7, 7, 1, 30, 4], [11]]
 
 
 class Spelling:
-    """A tokenizer of characters, whose template has a beginning, the user's words and an end."""
+    """Character tokenizer with a simple chat template: prefix, user text and suffix."""
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt):
         assert not tokenize
@@ -38,7 +38,7 @@ def spelled(ids: list[int]) -> str:
 
 
 def greedy(prompt: list[int], tokens: int) -> list[int]:
-    """Decodes greedily by whole forwards, one prompt at a time."""
+    """Decodes greedily with uncached forward passes, one prompt at a time."""
     model = load_model(TARGET, "float32", CPU)
     found = list(prompt)
     for _ in range(tokens):
@@ -53,7 +53,7 @@ def wrote(temperature: list[float], tokens: int, stops: tuple[int, ...] = (), se
     return written(model, PROMPTS, temperature, tokens, stops, 8, generator)
 
 
-# ---------------------------------------------------------------- what the target writes
+# ---------------------------------------------------------------- generated answers
 
 
 def test_rows_of_different_lengths_are_generated_as_if_alone():

@@ -1,4 +1,4 @@
-"""Measurements of a draft over the real schedulers, with tiny models."""
+"""Tests measurements of a draft with real schedulers and tiny models."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tests.byte_tokenizer import byte_tokenizer
 from tests.unit.actors.tiny_models import SIZES, jittered
 from tests.unit.examples.train_head.tiny_training import CPU, a_training, an_option, stored
 
-ROWS = 259  # as the tokenizer has
+ROWS = 259  # the tokenizer's vocabulary
 PROMPTS = ((72, 101, 108), (87, 111, 114, 108, 100))
 BLOCK_LEN = 3
 TOKENS = 12

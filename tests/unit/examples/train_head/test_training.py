@@ -1,4 +1,4 @@
-"""Heads learn, are written as others write them, and compute the same in training and in service."""
+"""Heads learn, have published layouts, and compute the same in training and in serving."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ from tests.unit.examples.train_head.tiny_training import (
 )
 
 TOLERANCE = 1e-4
-BFLOAT16 = 0.02  # of the largest state: what a row loses on the wire, twice over
+BFLOAT16 = 0.02  # relative to the largest state; twice the rounding error of a row on the wire
 PAGE_SIZE = 4
 PAGES = tuple(range(16))
 HEADS = [
@@ -83,12 +83,12 @@ def test_training_lowers_the_loss_and_raises_agreement(tmp_path, shards, kind, d
     assert curve(tmp_path)[-1]["held_out"] == [round(share, 4) for share in after.agreement.tolist()]
 
 
-# ---------------------------------------------------------------- training and service
+# ---------------------------------------------------------------- training and serving
 
 
 @pytest.mark.parametrize(("draft_vocabulary", "layers"), [(None, 1), (40, 1), (None, 2)])
 def test_an_eagle_head_drafts_as_trained(tmp_path, shards, draft_vocabulary, layers):
-    """Every step of the unroll at every place, against the loaded head that is fed the same states and tokens."""
+    """The test compares every unrolled step at every place with the loaded head, for equal states and tokens."""
     training = a_training(tmp_path, shards, an_option(HeadKind.EAGLE, draft_vocabulary, layers), steps=8)
     training.run()
     head = loaded(tmp_path / LATEST)
@@ -115,7 +115,7 @@ def test_an_eagle_head_drafts_as_trained(tmp_path, shards, draft_vocabulary, lay
 
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_of_other_architectures_draft_as_trained(tmp_path, name):
-    """Biases, norms of queries and keys, and what starts from no layer of its target."""
+    """The cases are biases, query and key norms, and layers without initial weights from the target."""
     target = tmp_path / "target"
     jittered(MODELS[name]()).save_pretrained(target)
     shards = stored(tmp_path / "states", target=target, layers=(1, 2))
@@ -139,7 +139,7 @@ def test_a_target_with_capped_logits_is_refused(tmp_path):
 
 
 def test_stored_states_are_those_that_the_target_serves(shards):
-    """The rows that a deployed target keeps for its drafters, read from its pages, against those of a shard."""
+    """The test compares a deployed target's state rows, read from its pages, with the rows of a shard."""
     batch = one_text(shards)
     layout = StatesFormat(len(LAYERS) * HIDDEN, StateDtype.BFLOAT16)
     capture = StateCapture(CaptureSpec(LAYERS, layout), len(PAGES), PAGE_SIZE, CPU)
@@ -205,7 +205,7 @@ def test_a_dflash_head_drafts_as_trained(tmp_path, shards, draft_vocabulary, lay
 
 
 def test_a_shifted_state_position_is_detected(tmp_path, shards):
-    """Or the equality above could hold for heads that hardly look at states."""
+    """Otherwise the equality tests could pass for heads that almost ignore states."""
     training = a_training(tmp_path, shards, an_option(HeadKind.EAGLE), steps=4)
     batch = one_text(shards)
     shifted = replace(batch, states=batch.states.roll(1, dims=1))
@@ -213,7 +213,7 @@ def test_a_shifted_state_position_is_detected(tmp_path, shards):
     assert off_by > 100 * TOLERANCE
 
 
-# ---------------------------------------------------------------- on disk
+# ---------------------------------------------------------------- checkpoints
 
 
 def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, shards):
@@ -233,7 +233,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, shards):
 
 
 def stopped_after(training, step: int) -> None:
-    """Interrupts it as a signal would, just after it has saved."""
+    """Interrupts training like a signal, just after a checkpoint."""
 
     def save() -> None:
         saved()

@@ -1,4 +1,4 @@
-"""A training of a few steps over the fixtures' target, whose states are stored in float32."""
+"""Training of a few steps for the fixtures' target, with states stored in float32."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def sequences(count: int = SEQUENCES) -> list[TokenIds]:
-    """Random walks, which a head can learn, of different lengths after a common opening."""
+    """Returns random walks of various lengths after a common opening, which a head can learn."""
     rng = np.random.default_rng(5)
     found = []
     for index in range(count):
@@ -37,7 +37,7 @@ def sequences(count: int = SEQUENCES) -> list[TokenIds]:
 
 
 def stored(folder: Path, per_shard: int = 16, target: Path = TARGET, layers: tuple[int, ...] = LAYERS) -> Shards:
-    """The states of all sequences, whose ids are cut down to the target's vocabulary."""
+    """Stores the states of all sequences, with ids reduced to the target's vocabulary."""
     model = load_model(target, "float32", CPU)
     vocabulary = model.config.get_text_config().vocab_size
     texts = [sequence % vocabulary for sequence in sequences()]
@@ -60,7 +60,7 @@ def stored(folder: Path, per_shard: int = 16, target: Path = TARGET, layers: tup
 def a_training(
     out: Path, shards: Shards, head: HeadOptions, steps: int = 12, target: Path = TARGET, **schedule: Any
 ) -> Training:
-    """Returns a training in float32 that saves after every fourth step."""
+    """Returns a float32 training that saves after every fourth step."""
     options = Schedule(steps, batch=8, warmup=2, **{"learning_rate": 1e-2, "lm_head_rate": 1.0, **schedule})
     running = Running(save_every=4, dtype="float32")
     return Training(out, target_parts(str(target)), shards, head, options, running)

@@ -1,4 +1,4 @@
-"""Request bodies, parsed requests, and refusals, for the tests of the API."""
+"""Request bodies, parsed requests and refusals for API tests."""
 
 import json
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def parsed(fields: dict[str, Any]) -> GenerationRequest:
-    """Returns the request of a JSON body."""
+    """Returns the request parsed from a JSON body."""
     schema = ChatRequest if "messages" in fields else CompletionRequest
     return parse(schema, json.dumps(fields).encode(), RequestBounds())
 
 
 @contextmanager
 def refusal_of(field: str, match: str | None = None) -> Iterator[None]:
-    """Expects a refusal that names this field."""
+    """Asserts that the block raises a refusal that names this field."""
     with pytest.raises(RequestError, match=match) as caught:
         yield
     assert caught.value.field == field

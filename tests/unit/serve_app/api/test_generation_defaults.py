@@ -1,4 +1,4 @@
-"""Sampling parameters that a checkpoint has for requests which leave them out."""
+"""Requests without sampling parameters use the checkpoint's defaults."""
 
 import json
 from pathlib import Path

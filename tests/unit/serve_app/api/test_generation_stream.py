@@ -1,4 +1,4 @@
-"""Deltas from committed tokens, and requests with several sessions."""
+"""Tests deltas from committed tokens, and requests with several sessions."""
 
 import asyncio
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def test_rejected_text_is_reported_at_the_replacing_token(codec: TextCodec) -> N
 
 
 def test_rejected_text_waits_for_the_text_of_its_token(codec: TextCodec) -> None:
-    """The target's own token is half a character, and the draft had another half."""
+    """The target's token is half a character, and the draft's token was another half."""
     choice = choice_text(codec)
     first, second = codec.encode("é")
     assert choice.extend(CommittedTokens((first,), 0, 1, rejected=codec.encode("z"))) is None
@@ -125,7 +125,7 @@ def test_text_held_for_a_stop_string_keeps_its_origin(codec: TextCodec) -> None:
 
 
 def test_with_an_interval_several_tokens_share_a_delta(codec: TextCodec) -> None:
-    """The first comes at once, the last whatever it holds, and nothing is lost between."""
+    """The first delta is immediate, the last is always sent, and no token is lost in between."""
     choice = ChoiceText(0, codec.detokenizer(), StopMatcher(()), interval=3)
     emits = [CommittedTokens(codec.encode(text), accepted=1, drafted=2) for text in ("a", "b", "cd", "e")]
     first, *rest = [choice.extend(emit) for emit in emits]

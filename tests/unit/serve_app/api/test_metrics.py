@@ -1,4 +1,4 @@
-"""Counters of requests, prompts and verdicts."""
+"""Tests counters of requests, prompts and verdicts."""
 
 from dataclasses import dataclass
 from itertools import count

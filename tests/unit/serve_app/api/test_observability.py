@@ -1,4 +1,4 @@
-"""Counters by prompt version and log lines of requests, without any text."""
+"""Tests counters by prompt version, and request logs, which contain no text."""
 
 import json
 import logging
@@ -124,7 +124,7 @@ def test_text_log_lines_contain_all_structured_fields(caplog: pytest.LogCaptureF
 
 @contextmanager
 def attached(name: str) -> Iterator[list[logging.LogRecord]]:
-    """Yields what a logger's handlers receive."""
+    """Yields the records that a logger's handlers receive."""
     records: list[logging.LogRecord] = []
 
     class Keeping(logging.Handler):

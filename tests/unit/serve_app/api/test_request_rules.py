@@ -1,4 +1,4 @@
-"""A request's fields as a session's rules, scoring and prompt."""
+"""Tests the mapping of request fields to a session's rules, scoring and prompt."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Valid requests, and the names in refusals of invalid ones."""
+"""Tests valid requests, and the field names in refusals of invalid requests."""
 
 import re
 from typing import Any

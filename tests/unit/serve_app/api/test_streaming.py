@@ -1,4 +1,4 @@
-"""Event streams: comments while nothing comes, failures before and after the first event, clients that leave."""
+"""Tests event streams: comments while idle, failures before and after the first event, and client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -14,12 +14,12 @@ from serve_app.api.limits import Deadline
 from serve_app.api.metrics import RequestRecord
 from serve_app.api.streaming import KEEP_ALIVE, EventStream, first_of
 
-SOON_S = 0.001  # how long nothing comes before a comment does
+SOON_S = 0.001  # idle time before a comment
 NEVER_S = 1e6
 
 
 class Listener:
-    """A client that records what it receives, and signals each event."""
+    """Client that records received data, and signals each event."""
 
     def __init__(self) -> None:
         self.bodies: list[str] = []

@@ -1,4 +1,4 @@
-"""Detokenisation, stop strings, chat templates."""
+"""Tests detokenisation, stop strings and chat templates."""
 
 import itertools
 from itertools import groupby, pairwise
@@ -67,7 +67,7 @@ TEXTS = st.lists(st.sampled_from(LETTERS + MARKS), max_size=40).map("".join)
 
 
 class BytePieces:
-    """A tokenizer whose tokens are pieces of a text's bytes; counts the tokens that it decodes."""
+    """Tokenizer whose tokens are pieces of a text's bytes; counts decoded tokens."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         self._pieces = pieces
@@ -79,7 +79,7 @@ class BytePieces:
 
 
 class CountingTokenizer:
-    """A tokenizer, and how many tokens it has decoded."""
+    """Tokenizer that counts decoded tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -91,7 +91,7 @@ class CountingTokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Returns a tokenizer like SentencePiece's: few characters have tokens, other bytes are their own ids."""
+    """Returns a SentencePiece-like tokenizer: few characters have tokens; other characters fall back to byte tokens."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257, "日": 258}
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     built.normalizer = normalizers.Replace(" ", "▁")
@@ -165,7 +165,7 @@ def test_tokens_that_all_end_within_a_character_are_streamed() -> None:
 
 
 class LeadingSpaceDropper:
-    """Decodes as SentencePiece tokenizers do: the space before the very first word goes."""
+    """Tokenizer that, like SentencePiece, drops the space before the first word."""
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return "".join(f" w{token}" for token in tokens).removeprefix(" ")
@@ -219,7 +219,7 @@ def test_characters_one_by_one_are_cut_before_the_first_stop_string(text: str, s
     if not ends:
         assert "".join(released) == text
         return
-    seen = text[: min(ends)]  # the character at which the first stop string is complete
+    seen = text[: min(ends)]  # up to the end of the first complete stop string
     assert "".join(released) == seen[: min(seen.index(stop) for stop in stops if stop in seen)]
 
 

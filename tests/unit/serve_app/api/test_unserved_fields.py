@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's clients that change nothing: what passes, what is refused, that none is forgotten."""
+"""Tests unsupported fields of OpenAI's and vLLM's clients: accepted values, refused values, and completeness."""
 
 import re
 from pathlib import Path
@@ -43,7 +43,7 @@ from tests.unit.serve_app.api.sample_requests import CHAT, COMPLETION, parsed, r
 
 API_PAGE = Path(__file__).parents[4] / "docs" / "api.md"
 
-OF_BOTH = {  # by field that vLLM knows: values that ask for nothing, and one that asks for something
+OF_BOTH = {  # vLLM fields: values without effect, and a value with one
     "ec_transfer_params": ([None], {}),
     "kv_transfer_params": ([None], {"a": 1}),
     "length_penalty": ([1.0, 1], 0.9),
@@ -123,7 +123,7 @@ def test_a_neutral_value_of_another_type_is_refused(neutral: object) -> None:
 
 
 def fields_of(params: object) -> set[str]:
-    """The fields of a TypedDict, or of a union of them."""
+    """Returns the fields of a TypedDict or of a union of TypedDicts."""
     return set().union(*(get_type_hints(one) for one in get_args(params) or (params,)))
 
 

@@ -1,4 +1,4 @@
-"""Validated requests as sessions."""
+"""Tests the conversion of validated requests to sessions."""
 
 from collections.abc import Callable
 from itertools import count
@@ -91,7 +91,7 @@ def test_a_seed_is_mapped_to_64_bits_and_implies_coupled_acceptance(seed: int, m
 @pytest.mark.parametrize("seed", [2**64, 2**64 + 7, -(2**63) - 1])
 @pytest.mark.parametrize("request_of", [completion, chat])
 def test_a_seed_of_more_than_64_bits_is_refused(request_of: Callable[..., GenerationRequest], seed: int) -> None:
-    """Its upper bits would not count, so that 2**64 + 7 would be 7."""
+    """Ignoring its upper bits would make 2**64 + 7 equal to 7."""
     with pytest.raises(ValidationError) as refused:
         request_of(seed=seed)
     assert [error["loc"] for error in refused.value.errors()] == [("seed",)]

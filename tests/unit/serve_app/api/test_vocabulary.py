@@ -1,4 +1,4 @@
-"""Token ids that the model has no embedding for are refused in a request, and a tokenizer's ids may have gaps."""
+"""Requests with token ids beyond the model's embedding are refused; a tokenizer's ids may have gaps."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +19,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def a_codec(folder: Path, rows: int) -> TextCodec:
-    """Saves and loads a checkpoint whose model has embeddings for ids below `rows`."""
+    """Returns the codec of a saved checkpoint with embeddings for ids below `rows`."""
     LlamaConfig(vocab_size=rows, eos_token_id=1).save_pretrained(folder)
     built = Tokenizer(models.BPE(IDS, []))
     built.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ async def whole(tmp_path: Path) -> AsyncIterator[AsgiFront]:
 
 @pytest_asyncio.fixture
 async def short(tmp_path: Path) -> AsyncIterator[AsgiFront]:
-    """Its model has 6 rows: "d" was added to the tokenizer alone."""
+    """Returns a codec for a model with 6 rows; only the tokenizer contains "d"."""
     async with asgi_front(a_codec(tmp_path, 6)) as front:
         yield front
 

@@ -1,4 +1,4 @@
-"""The requests of a conversation over several turns."""
+"""Tests the requests of a multi-turn conversation."""
 
 from serve_app.cli.chat import Conversation
 

@@ -1,4 +1,4 @@
-"""The command line: quick where it can be, one clear message where something is wrong."""
+"""The command line starts quickly, and reports each error in one clear message."""
 
 import json
 import subprocess

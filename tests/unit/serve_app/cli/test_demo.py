@@ -1,4 +1,4 @@
-"""The demo's output."""
+"""Tests the demo's output."""
 
 from io import StringIO
 

@@ -1,4 +1,4 @@
-"""Preparing the demo's target: found without importing the wheel, made whole or not at all."""
+"""The demo's target is found without importing the wheel, and created completely or not at all."""
 
 import tomllib
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_a_missing_reader_is_refused_with_the_install_command() -> None:
 
 
 def test_demo_data_is_part_of_the_package() -> None:
-    """An editable install finds files that no wheel holds."""
+    """An editable install would find files that are missing in the wheel."""
     root = FOLDER.parents[1]
     package_data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     installed = {path for pattern in package_data["serve_app"] for path in (root / "serve_app").glob(pattern)}

@@ -1,4 +1,4 @@
-"""`config check --models` refuses what cannot be served: exit status 2 and one line, the reason and then the remedy."""
+"""`config check --models` refuses unsupported models with exit status 2 and one line: reason, then remedy."""
 
 import shutil
 import sys
@@ -35,7 +35,7 @@ def test_an_unservable_model_is_one_line_with_a_remedy(
     form.edit(broken)
     config = tmp_path / "config.yaml"
     config.write_text(config_lines(good, broken) if form.is_draft else config_lines(broken))
-    capsys.readouterr()  # transformers shows how far it has saved
+    capsys.readouterr()  # discards transformers' progress bar
     status = check(monkeypatch, str(config), *[f"--set={override}" for override in form.overrides])
     printed = capsys.readouterr()
     (line,) = printed.err.strip().splitlines()

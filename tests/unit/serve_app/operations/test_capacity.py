@@ -1,4 +1,4 @@
-"""Resources that pools need and a machine must offer."""
+"""Tests the resources that pools require of a machine."""
 
 from typing import Any
 

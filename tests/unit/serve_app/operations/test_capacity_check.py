@@ -1,4 +1,4 @@
-"""Nodes that could hold a pool, and messages if none can."""
+"""Tests the nodes that can hold a pool, and the messages if none can."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_an_unknown_label_is_named_with_the_existing_ones() -> None:
 
 
 def test_a_replica_too_large_for_any_node() -> None:
-    """Four GPUs on two nodes are not four on one."""
+    """Four GPUs on two nodes cannot serve a replica that needs four on one node."""
     halves = {"CPU": 8.0, "GPU": 2.0}
     (line,) = misfits(on_gpus(), [node("1", halves, pool="target"), node("2", halves, pool="target")])
     assert "needs 4.1 CPU, 4 GPU on one node with pool=target, but no node has more than 2 GPU" in line

@@ -1,4 +1,4 @@
-"""Serve's input for a configuration, and errors read from its messages about a failed start."""
+"""Tests Serve's input for a configuration, and errors extracted from messages about failed starts."""
 
 import pytest
 

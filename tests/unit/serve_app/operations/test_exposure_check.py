@@ -1,4 +1,4 @@
-"""An address that others can reach asks for keys, or for a word that none are wanted."""
+"""A reachable address requires API keys, or an explicit setting without keys."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Starting Ray for a local server, with one retry; joining an existing cluster, which must have room."""
+"""Tests starting Ray for a local server, with one retry, and joining a cluster with enough capacity."""
 
 import logging
 
@@ -14,11 +14,11 @@ from serve_app.operations.local import serving
 
 
 class Started(BaseException):
-    """Ends the start where Ray is up, which no unit test goes beyond."""
+    """Ends the start once Ray runs; unit tests go no further."""
 
 
 class FailingRay:
-    """`ray.init` that fails `times` times, then starts."""
+    """Fake `ray.init` that fails `times` times, then starts."""
 
     def __init__(self, failures: int) -> None:
         self.failures = failures
@@ -54,7 +54,7 @@ def test_ray_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_full_cluster_is_refused_before_serve_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve would wait for the nodes that are missing, and say nothing."""
+    """Serve would silently wait for the missing nodes."""
     node = {"NodeID": "n", "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 0.01}, "Labels": {}, "Alive": True}
     started: list[object] = []
     monkeypatch.setattr(ray, "init", lambda **_: None)

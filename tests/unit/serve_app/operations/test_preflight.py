@@ -1,4 +1,4 @@
-"""Checks before a start, by engine, and on nodes without drafters."""
+"""Tests checks before a start, by engine, and on nodes without drafters."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A running fleet's costs: one model out of what replicas publish."""
+"""Tests the cost model of a running deployment, combined from its replicas' published costs."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_blocks_sent_during_a_pass_count_like_others():
 
 
 def test_time_between_steps_is_part_of_a_step():
-    """The shortest gaps: in the others a block was waited for, or there was nothing to do."""
+    """Only the shortest gaps count; longer gaps include waiting for blocks or idling."""
     times = [(1.0, 1.1), (1.103, 1.2), (1.203, 1.3), (1.4, 1.5), (2.5, 2.6)]
     events = [(at, name) for began, ended in times for at, name in ((began, "verify"), (ended, "decided"))]
     recorded = tuple(Event(order, at, name, ("s",)) for order, (at, name) in enumerate(events))

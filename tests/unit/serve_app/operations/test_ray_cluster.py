@@ -1,4 +1,4 @@
-"""Leaving a Ray cluster."""
+"""Tests disconnecting from a Ray cluster."""
 
 import pytest
 import ray
@@ -7,7 +7,7 @@ from serve_app.operations import ray_cluster
 
 
 class Client:
-    """Serve's, which writes down what is done."""
+    """Fake Serve client that records calls."""
 
     def __init__(self, done: list[str]) -> None:
         self._done = done
@@ -25,7 +25,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_handles_are_closed_before_ray(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their threads would start a cluster of their own once there is none."""
+    """After Ray's shutdown, the threads of open handles would start a new cluster."""
     monkeypatch.setattr(ray_cluster, "_get_global_client", lambda raise_if_no_controller_running: Client(done))
     ray_cluster.disconnect()
     assert done == ["handles", "ray"]
@@ -38,7 +38,7 @@ def test_a_cluster_without_serve_is_disconnected(done: list[str], monkeypatch: p
 
 
 def test_serve_is_not_queried_without_a_cluster(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search would start one."""
+    """A query would start a cluster."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray_cluster, "_get_global_client", pytest.fail)
     ray_cluster.disconnect()

@@ -1,4 +1,4 @@
-"""Addresses of a deployment, and refusals before anything changes."""
+"""Tests the addresses of a deployment, and refusals before any change."""
 
 from typing import Any
 

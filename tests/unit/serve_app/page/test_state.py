@@ -1,4 +1,4 @@
-"""The live page's content, from samples written by hand."""
+"""Tests the live page's content with handwritten samples."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from serve_app.page.routes import DraftSample, TargetSample, page_state
 
 
 def recording(role: str, name: str, *events: tuple[float, str, str], offset_s: float = 0.0) -> bytes:
-    """Returns a recording of events at wall-clock times; sessions are one letter each."""
+    """Returns a recording of events at wall-clock times; sessions have one-letter names."""
     made = (Event(order, at - offset_s, what, tuple(who)) for order, (at, what, who) in enumerate(events))
     return pack(Actor(role, name, Recording(offset_s, tuple(made))))
 

@@ -1,4 +1,4 @@
-"""Sampling of replicas while the page is open."""
+"""Tests the sampling of replicas while the page is open."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from tests.unit.serve_app.page.test_state import TARGET
 
 @dataclass
 class Fleet:
-    """A target that decides 40 tokens a second."""
+    """Fleet of one target with 40 tokens per second."""
 
     now: float = 0.0
     asked: int = 0
-    training: TrainerStatus | None = None  # what the trainer answers; None: it is too busy
+    training: TrainerStatus | None = None  # the trainer's answer; None: busy
 
     async def collect(self) -> Sequence[Sample]:
         self.asked += 1

@@ -1,4 +1,4 @@
-"""Names under which Ray's port shows a mirrored family."""
+"""Names of a mirrored metric family at Ray's metrics port."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,9 +8,9 @@ from serve_app.publishing.ray_mirror import CREATED, ray_name
 
 
 def exported(families: Iterable[Metric]) -> Mapping[str, set[str]]:
-    """Returns the labels of each sample that a mirror of these families publishes, by its name at Ray's port.
+    """Returns the labels of each sample of the mirrored families, by its name at Ray's port.
 
-    Serve's labels are added there.
+    The labels include those that Serve adds.
     """
     found: dict[str, set[str]] = {}
     for family in families:

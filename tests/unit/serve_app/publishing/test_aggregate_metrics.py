@@ -1,4 +1,4 @@
-"""All replicas' metrics in one answer."""
+"""Tests the aggregation of all replicas' metrics in one response."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Families of metrics on their way between processes."""
+"""Tests the encoding of metric families between processes."""
 
 import pickle
 import zlib
@@ -15,7 +15,7 @@ from serve_app.publishing.gauges import drafter_levels
 
 
 def some_families() -> list[Metric]:
-    """Counters, gauges and histograms, under names of ours and of vLLM's."""
+    """Returns counters, gauges and histograms with Slipstream's and vLLM's names."""
     metrics = Metrics(model="toy")
     metrics.prompt(7)
     families = [*metrics.families(), *drafter_levels({"sessions": float("inf")}, {"ahead": 0.1})]
@@ -31,7 +31,7 @@ def test_packed_families_round_trip() -> None:
 
 
 def test_packed_families_are_small() -> None:
-    """Text would be many times as large."""
+    """The text format would be many times as large."""
     assert len(pack_families(some_families())) * 5 < len(exposition([some_families()]))
 
 

@@ -1,4 +1,4 @@
-"""Families as Ray receives them: increments and current values, under valid names."""
+"""Ray receives metric families as increments and current values, under valid names."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Ray:
-    """Ray's metrics, as far as they are used."""
+    """Fake of the used parts of Ray's metrics."""
 
     def __init__(self) -> None:
         self.values: defaultdict[tuple[str, Labels], float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""Acceptance in `slipstream status`."""
+"""Tests acceptance rates in `slipstream status`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Replicas in `slipstream status`."""
+"""Tests the replicas in `slipstream status`."""
 
 from contextlib import nullcontext
 from typing import Any

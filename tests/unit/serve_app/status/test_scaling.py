@@ -1,4 +1,4 @@
-"""Pool sizes in `slipstream status`."""
+"""Tests the pool sizes in `slipstream status`."""
 
 from dataclasses import asdict
 

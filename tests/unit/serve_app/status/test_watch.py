@@ -1,4 +1,4 @@
-"""Output of `slipstream status --watch`."""
+"""Tests the output of `slipstream status --watch`."""
 
 from rich.console import Console
 

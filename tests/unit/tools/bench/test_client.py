@@ -1,4 +1,4 @@
-"""The client against a scripted server: no socket is opened."""
+"""Tests the client against a scripted server without sockets."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ async def test_a_question_becomes_the_request() -> None:
     await server.ask("m", ChatQuestion("hi", 7, temperature=0.7, acceptance="rejection"))
     plain, speculative, sampled = seen
     assert plain["speculation"] == {"trace": False, "draft_tokens": 0}
-    assert speculative["speculation"] == {"trace": True}  # as the server is configured
+    assert speculative["speculation"] == {"trace": True}  # keeps the server's settings
     assert (plain["temperature"], plain["max_tokens"], plain["ignore_eos"]) == (0, 7, True)
     assert (sampled["temperature"], sampled["speculation"]) == (0.7, {"trace": False, "acceptance": "rejection"})
 

@@ -1,4 +1,4 @@
-"""Data sets in the layouts that they are published in."""
+"""Tests data sets in their published layouts."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The experiment's runs, their order, and its summary of the answers."""
+"""Tests the experiment's runs, their order, and the summary of answers."""
 
 import json
 from collections import Counter
@@ -27,7 +27,7 @@ PROMPTS = tuple(Prompt(kind="chat", prompt=f"prompt {number}") for number in ran
 
 
 class FakeEndpoint:
-    """Accepts four of six drafted tokens of every speculative answer."""
+    """Fake endpoint that accepts four of six drafted tokens in every speculative answer."""
 
     def __init__(self) -> None:
         self.asked: list[ChatQuestion] = []
@@ -57,7 +57,7 @@ def test_arms_run_batches_equally_often() -> None:
         (1, PLAIN): 15,
         (1, GENERATE): 15,
         (2, SPECULATIVE): 9,
-        (2, PLAIN): 9,  # `generate` answers one at a time only
+        (2, PLAIN): 9,  # `generate` runs only at concurrency 1
     }
 
 
@@ -65,14 +65,14 @@ def test_batches_are_full_and_contain_every_prompt() -> None:
     batches = prompt_batches(PROMPTS, 3)
     assert [len(batch) for batch in batches] == [3, 3]
     assert {prompt for batch in batches for prompt in batch} == set(PROMPTS)
-    assert [len(batch) for batch in prompt_batches(PROMPTS, 8)] == [8, 8]  # an interval needs two
+    assert [len(batch) for batch in prompt_batches(PROMPTS, 8)] == [8, 8]  # an interval needs two batches
 
 
 async def test_the_plain_arm_has_no_drafts_and_equal_lengths() -> None:
     endpoint = FakeEndpoint()
     plan = Plan(PROMPTS, max_tokens=20)
     batches = await Bench(endpoint, "m", None).run(plan, lambda: None)  # type: ignore[arg-type]
-    measured = endpoint.asked[2:]  # after one warm-up for each arm
+    measured = endpoint.asked[2:]  # after one warm-up per arm
     assert len(measured) == len(batches) == 10
     assert all(question.ignore_eos and question.max_tokens == 20 for question in measured)
     assert [q.draft_tokens for q in measured] == [None, 0, 0, None, None, 0, 0, None, None, 0]

@@ -1,4 +1,4 @@
-"""The report as one file: all numbers in it, and nothing from elsewhere."""
+"""The report is a single file with all numbers and without external resources."""
 
 import re
 from html.parser import HTMLParser
@@ -14,7 +14,7 @@ def point(arm: str, load: float, first_s: float) -> LoadPoint:
 
 
 class Reading(HTMLParser):
-    """Checks that elements are closed in order, and collects the cells of tables."""
+    """Parser that asserts properly nested elements, and collects table cells."""
 
     def __init__(self) -> None:
         super().__init__()

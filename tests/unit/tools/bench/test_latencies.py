@@ -1,4 +1,4 @@
-"""Latencies at quantiles, by hand."""
+"""Compares latency quantiles with values computed by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The experiment's arithmetic."""
+"""Tests the experiment's arithmetic."""
 
 import numpy as np
 import pytest
@@ -31,13 +31,13 @@ def test_speedup_pairs_batches_in_any_order() -> None:
     base = [batch("plain", 0, 2.0), batch("plain", 1, 30.0)]
     fast = [batch("speculative", 1, 10.0, text="other"), batch("speculative", 0, 1.0)]
     result = speedup(fast, base)
-    assert result.mean == pytest.approx(6**0.5)  # of 2 and 3
+    assert result.mean == pytest.approx(6**0.5)  # geometric mean of 2 and 3
     assert (result.low, result.high) == (pytest.approx(2), pytest.approx(3))
     assert (result.equal, result.answers) == (1, 2)
 
 
 def test_repetitions_of_a_prompt_are_one_observation() -> None:
-    """Counted apart, 50 repeats of two prompts would narrow the interval as 100 prompts do."""
+    """Counted separately, 50 repeats of two prompts would narrow the interval like 100 prompts."""
     base = [batch("plain", index, 2.0, repeat=repeat) for index in range(2) for repeat in range(50)]
     fast = [batch("speculative", index, 1.0 + index, repeat=repeat) for index in range(2) for repeat in range(50)]
     result = speedup(fast, base)
@@ -45,7 +45,10 @@ def test_repetitions_of_a_prompt_are_one_observation() -> None:
 
 
 def test_intervals_have_the_stated_coverage() -> None:
-    """24 log-normal ratios, 400 times. Percentile bootstrap at n = 24 covers some 93 %; 88 % is 4 sigma below that."""
+    """The test draws 24 log-normal ratios 400 times.
+
+    The percentile bootstrap at n = 24 covers about 93 %; 88 % is 4 sigma below.
+    """
     draw = np.random.default_rng(1)
     covered = 0
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""Requests that come by chance: when they come, and what a run came to."""
+"""Tests requests at random arrival times, and the results of a run."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ EVENT = f"data: {json.dumps({'choices': [{'delta': {'content': 'text'}}], 'usage
 
 
 def test_arrival_times_form_a_poisson_process() -> None:
-    """Gaps of an exponential distribution spread as far as their mean; with 4000, by 3 % at most but once in 20."""
+    """Exponential gaps have a standard deviation equal to their mean, within 3 % for 4000 gaps in 19 of 20 cases."""
     moments = arrivals(rate=4.0, count=4001, seed=1)
     gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
     assert moments[0] == 0
@@ -50,7 +50,7 @@ async def test_every_arm_gets_the_same_requests_at_every_rate() -> None:
         (SPECULATIVE, 2e6),
     ]
     assert len(runs) == sweep.runs
-    measured = asked[2:]  # after one request of each arm to warm up
+    measured = asked[2:]  # after one warm-up request per arm
     for is_plain in (False, True):
         assert sorted(prompt for prompt, plain in measured if plain is is_plain) == ["one"] * 4 + ["two"] * 2
 

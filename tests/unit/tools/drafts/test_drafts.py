@@ -1,4 +1,4 @@
-"""`slipstream drafts`: exit statuses, what is printed and written, and what is refused."""
+"""Tests `slipstream drafts`: exit statuses, output, written files and refusals."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Rendering manifests from a configuration: refusals, derived values, and committed files."""
+"""Tests rendering of manifests: refusals, derived values, and committed files."""
 
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def test_missing_trust_and_unmounted_certificates_are_refused() -> None:
 
 
 def secrets_of(pod: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns where each secret is mounted in a pod, and its name."""
+    """Returns (mount path, name) of each secret in a pod."""
     mounted = {each["name"]: each for each in pod["containers"][0]["volumeMounts"]}
     secrets = [(each["name"], each["secret"]["secretName"]) for each in pod["volumes"] if "secret" in each]
     assert all(mounted[name]["readOnly"] for name, _ in secrets)
@@ -134,7 +134,7 @@ def test_each_group_mounts_the_certificate_of_its_role() -> None:
 
 
 def test_autoscaling_policy_and_keep_alive_are_rendered() -> None:
-    """`build` gives each pool a policy of its own, under which drafters would not scale."""
+    """`build` gives each pool its own policy, and drafters would not scale with it."""
     found = serve_config(config(server={"keep_alive_s": 77}))
     (application,) = found["applications"]
     assert application["autoscaling_policy"] == AUTOSCALING_POLICY
@@ -146,7 +146,7 @@ def test_pods_have_the_gpus_and_cpus_of_their_replicas() -> None:
     draft = {"resources": {"num_gpus": 0.25, "num_cpus": 0.5}, "replicas": {"min": 5, "max": 9}}
     groups = worker_groups(config(target=target, draft=draft, kubernetes={"draft": {"replicas": 4}}))
     assert [(group.name, group.gpus, group.cpus) for group in groups] == [
-        ("target", 4, 9),  # the coordinator's share of a CPU among them
+        ("target", 4, 9),  # includes the coordinator's share of a CPU
         ("draft", 1, 2),
         ("router", 0, 1),
     ]

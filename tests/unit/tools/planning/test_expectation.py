@@ -1,4 +1,4 @@
-"""The closed formulas: known values, limits, and that they agree with each other."""
+"""Tests the closed formulas: known values, limits, and mutual agreement."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The planner: what it advises where the answer is known, what it shows, and what it refuses."""
+"""Tests the planner: known recommendations, output and refusals."""
 
 import io
 import json
@@ -68,12 +68,12 @@ def shown(report: object) -> str:
     return captured.get()
 
 
-# ---------------------------------------------------------------- advice
+# ---------------------------------------------------------------- recommendations
 
 
 @pytest.fixture(scope="module")
 def priced_plan() -> tuple[Recommendation, int]:
-    """The recommendation for PRICED from all candidates, and the number of runs that it took."""
+    """Returns the recommendation for PRICED among all candidates, and the number of simulations."""
     runs = []
     recommendation = recommend(PRICED, ProgressExecutor(InlineExecutor(), lambda: runs.append(1)), whole=True)
     return recommendation, len(runs)
@@ -145,7 +145,7 @@ def test_arrivals_last_equally_long_for_every_fleet(arrivals):
 
 
 def test_more_concurrency_needs_a_longer_trial():
-    """A step of n sessions takes 20 ms and, with a token of the prompt for each that it decides, n ms."""
+    """A step of n sessions takes 20 ms, plus n ms with one prompt token per decided token."""
     costs = COSTS.model_copy(update={"target": ForwardCost.linear(0.020, per_token_s=0.0005)})
     asked = replace(SMALL, costs=costs, prompt_tokens=32, new_tokens=32)
     assert plain_sessions(asked, Poisson(500 / 32)) == pytest.approx(20.0, abs=0.01)
@@ -158,18 +158,18 @@ CROWDED = CostModel(
     draft=DraftCost(forward=ForwardCost.linear(0.001)),
     hop_s=0.0003,
 )
-TOO_MUCH = replace(SMALL, costs=CROWDED, arrivals=Poisson(5.0))  # 160 tokens/s of a target that does less than 100
+TOO_MUCH = replace(SMALL, costs=CROWDED, arrivals=Poisson(5.0))  # 160 tokens/s for a target below 100 tokens/s
 
 
 def test_only_a_fleet_that_keeps_up_is_recommended():
-    """Latencies of those that do not keep up are as long as the run."""
+    """An overloaded fleet's latencies grow with the length of the run."""
     slow = result(1, 50.0)
     hopeless = replace(result(1, 90.0), latency_s=0.5, keeps_up=False)
     assert choose_best([hopeless, slow], replace(SMALL, arrivals=Poisson(1.0))) is slow
 
 
 class Noted(InlineExecutor):
-    """Keeps what it is asked to run."""
+    """Executor that records the simulated candidates."""
 
     def __init__(self) -> None:
         self.whole: list[CandidateFleet] = []
@@ -232,7 +232,7 @@ def test_littles_law():
     assert steady_sessions(30.0, lambda n: 20.0 / n) == 4096, "nothing is enough: all that may wait, wait"
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- output
 
 
 def test_report_recommends_and_compares(priced_plan):
@@ -255,7 +255,7 @@ def test_chart_has_a_line_for_each_mode_and_a_level_for_each_rival():
     assert all(list(lines[mode].get_xdata()) == [2, 4] for mode in modes)
 
 
-# ---------------------------------------------------------------- what is asked
+# ---------------------------------------------------------------- input
 
 STATED = stated_costs(20.0, 0.5, 2.0, 0.1, 0.3)
 

@@ -1,4 +1,4 @@
-"""The simulator: right where formulas know the answer, the same for the same seed, and hard on what is broken."""
+"""The simulator agrees with closed formulas, repeats results for equal seeds, and detects broken components."""
 
 import random
 from collections import Counter
@@ -46,7 +46,7 @@ def run(
     return World(replace(config, **changes)).run()
 
 
-# ---------------------------------------------------------------- against formulas
+# ---------------------------------------------------------------- comparison with formulas
 
 
 def test_non_speculative_decoding_commits_a_token_per_step():
@@ -83,7 +83,7 @@ def test_lock_step_matches_the_formula(acceptance):
 
 
 def test_right_guesses_hide_drafting_behind_verification():
-    """A perfect draft model: a round takes no longer than its step, the network included."""
+    """With a perfect draft model, a round takes no longer than its step, including the network."""
     report = run(1.0, 5, Mode.DRAFT_AHEAD)
     assert report.tokens_per_s == pytest.approx(6 / STEP_S, rel=0.05)
     assert report.causes["guess_miss"] < 0.05 * report.causes["guess_hit"]
@@ -95,7 +95,7 @@ def test_sessions_share_steps():
 
 
 def test_sessions_may_come_in_batches():
-    """Each begins when the one before has ended, so that its last sessions have the target for themselves."""
+    """Each batch begins after the previous one ends, so a batch's last sessions have the target to themselves."""
     loop = ClosedLoop(4, batch=6)
     begun = 0
     ended = 0
@@ -108,7 +108,7 @@ def test_sessions_may_come_in_batches():
 
 
 def test_batch_ends_cost_throughput():
-    """Eight sessions of 128 steps, five at once: 256 steps in batches, and 205 when one follows the other."""
+    """Eight sessions of 128 steps, five at a time, take 256 steps in batches, and 205 in a continuous flow."""
     in_batches, in_a_row = (
         run(0.8, 0, Mode.ADAPTIVE, Workload(ClosedLoop(5, batch), sessions=80, prompt_tokens=8, new_tokens=128))
         for batch in (8, None)
@@ -140,7 +140,7 @@ def test_equal_seeds_give_equal_runs():
 
 
 def test_random_scenarios_commit_the_reference_text():
-    """Every session ends, with the text of plain decoding, and nobody holds anything: `World.run` asserts it."""
+    """`World.run` asserts that every session ends with the non-speculative text, and that no resources leak."""
     reports = [World(random_scenario(seed)).run() for seed in range(SCENARIOS)]
     assert sum(report.tokens for report in reports) > 10 * SCENARIOS
     for cause in ("guess_hit", "wrong_guess", "stale", "duplicate", "verdict_gap", "late", "silent", "given_up"):
@@ -150,7 +150,7 @@ def test_random_scenarios_commit_the_reference_text():
 
 
 def test_random_scenarios_commit_the_same_text_in_lock_step():
-    """The slow loop is the specification of the fast one, in fault_plan too."""
+    """The lock-step loop is the specification of the overlapped loop, even under faults."""
     causes = {Mode.LOCK_STEP: Counter[str](), Mode.DRAFT_AHEAD: Counter[str]()}
     compared = 0
     ended = 0
@@ -163,7 +163,7 @@ def test_random_scenarios_commit_the_same_text_in_lock_step():
             whole = [assignment.session for assignment in world.over if assignment.error is None]
             texts.append({session.generation.session: session.committed for session in whole})
         slow, fast = texts
-        both = slow.keys() & fast.keys()  # a lost router or target may end some in one of them alone
+        both = slow.keys() & fast.keys()  # a lost router or target may end some sessions in only one of them
         compared += len(both)
         ended += len(slow | fast)
         assert {name: slow[name] for name in both} == {name: fast[name] for name in both}
@@ -199,7 +199,7 @@ MANY_ON_ONE = Workload(ClosedLoop(64), sessions=128, prompt_tokens=20, new_token
 
 
 def test_the_sessions_of_a_stalled_drafter_move_to_another():
-    """The drafter still receives messages, so no stream breaks; only its blocks are missing."""
+    """The drafter still receives messages, so no stream breaks, but it sends no blocks."""
     stall = Faults(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=20.0),))
     fleet = Fleet(drafters=2)
     report, unhurt = (run(0.8, 4, Mode.DRAFT_AHEAD, LONG, fleet=fleet, fault_plan=a) for a in (stall, Faults()))
@@ -219,19 +219,19 @@ def test_a_lone_drafter_is_used_again_after_a_stall():
 
 @pytest.mark.parametrize("drafters", [1, 2])
 def test_an_overloaded_drafter_refuses_at_little_cost(drafters):
-    draft = DraftCost(forward=ForwardCost.linear(0.002, per_row_s=0.002))  # a pass for all takes many steps
+    draft = DraftCost(forward=ForwardCost.linear(0.002, per_row_s=0.002))  # a pass for all sessions takes many steps
     costs = CostModel(target=ForwardCost.linear(STEP_S, per_token_s=0.0002), draft=draft, hop_s=HOP_S)
     speculation = Speculation(4, DraftQuality((0.8,)))
     config = SimulationConfig(costs, speculation, MANY_ON_ONE, Fleet(drafters=drafters))
     report = World(config).run()
     plain = World(replace(config, fleet=Fleet(drafters=0))).run()
-    is_asked_for_nothing = report.causes["passes"] < 0.05 * report.steps  # one alone is soon switched off
+    is_asked_for_nothing = report.causes["passes"] < 0.05 * report.steps  # with one drafter, speculation is soon off
     assert report.causes["given_up"] > 0 or is_asked_for_nothing
     assert report.tokens_per_s > 0.97 * plain.tokens_per_s
 
 
 def noise(*struck: int, at_s: float = 1.0, seconds: float = 1e3) -> Faults:
-    """Drafters that draft noise from a moment on; by then each session has some 200 tokens of good drafts."""
+    """Returns a fault that turns drafts to noise at a time when each session has about 200 tokens of good drafts."""
     return Faults(faults=tuple(Fault(at_s, Role.DRAFTER, index, Kind.DRAFTS_NOISE, seconds) for index in struck))
 
 
@@ -240,7 +240,7 @@ EIGHT = Workload(ClosedLoop(8), sessions=32, prompt_tokens=20, new_tokens=600)
 
 @pytest.mark.parametrize("mode", [Mode.LOCK_STEP, Mode.DRAFT_AHEAD])
 def test_a_drafter_that_turns_to_noise_is_resynced_replaced_and_excluded(mode):
-    """No session fails, `World.run` compares all texts with plain decoding, and the other drafter does all the work."""
+    """No session fails, all texts equal the non-speculative ones, and the other drafter takes over all sessions."""
     report = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=2), fault_plan=noise(0))
     unhurt = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=2))
     assert (report.sessions, report.failed) == (32, 0)
@@ -297,7 +297,7 @@ def test_without_targets_sessions_end_with_an_error():
     assert all(isinstance(assignment.error, TargetLostError) for assignment in world.over)
 
 
-# ---------------------------------------------------------------- what is broken is found
+# ---------------------------------------------------------------- detection of broken components
 
 
 def found_by_random_scenarios() -> bool:
@@ -436,7 +436,7 @@ def test_the_steady_rate_excludes_start_and_end():
 
 
 def test_a_rate_is_met_if_all_requested_tokens_are_committed():
-    """Runs one request a second, of 10 tokens each, and counts after the first quarter."""
+    """The load is one 10-token request per second, measured after the first quarter."""
     arrivals = [Arrival(float(at), 10) for at in range(40)]
     late = [Commit(at + 0.1 * part + 3.0, 1) for at in range(40) for part in range(10)]
     assert share_met(arrivals, late) == pytest.approx(1.0), "however late, if not later and later"
@@ -477,7 +477,7 @@ def test_a_drafting_pass_costs_its_forwards_and_further_tokens():
 
 
 def test_departures_fail_no_session():
-    """More of them than a session survives lost targets; every text is held against plain decoding."""
+    """The departures exceed a session's limit of lost targets; every text equals the non-speculative one."""
     leaving = [
         Fault(0.5 * (1 + at), role, at, Kind.LEAVES, seconds=2.0)
         for at in range(8)

@@ -1,4 +1,4 @@
-"""The value of a second."""
+"""Tests a load's token rate, which is the value of a second."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Selection of a block's nodes: the likeliest paths anywhere in the tree."""
+"""A block consists of the likeliest paths anywhere in the tree."""
 
 from itertools import pairwise
 

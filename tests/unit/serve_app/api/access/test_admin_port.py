@@ -1,4 +1,4 @@
-"""The admin port serves endpoints that no other port serves."""
+"""Admin endpoints are served only on the admin port."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Authentication through OpenAI's client."""
+"""Tests authentication with OpenAI's client."""
 
 import asyncio
 import hashlib
@@ -44,7 +44,7 @@ async def test_a_valid_key_is_served_within_its_limits(front: AsgiFront) -> None
 async def test_utility_requests_count_toward_a_keys_limit(front: AsgiFront, path: str, fields: Any) -> None:
     front.plays([STALL])
     shown = {"Authorization": f"Bearer {KEY}"}
-    for _ in range(3):  # none of them is counted longer than it lasts
+    for _ in range(3):  # a finished request no longer counts
         assert (await front.http.post(path, json=fields, headers=shown)).status_code == 200
     both = asyncio.create_task(front.openai.completions.create(**ASKED, n=2))
     while len(front.generator.running) < 2:

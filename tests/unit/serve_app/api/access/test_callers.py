@@ -1,4 +1,4 @@
-"""API keys and their limits."""
+"""Tests API keys and their limits."""
 
 import hashlib
 import hmac

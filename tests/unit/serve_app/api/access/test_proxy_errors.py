@@ -1,4 +1,4 @@
-"""Serve's proxy answers in OpenAI's form, tested through Serve's own code."""
+"""Errors of Serve's proxy have OpenAI's format, tested with Serve's own code."""
 
 from collections.abc import Mapping, Sequence
 
@@ -37,7 +37,7 @@ async def told(
     headers: Mapping[str, str] | None = None,
     routes: Sequence[Message] = SERVED,
 ) -> httpx.Response:
-    """Returns what the client of a proxy that sends this receives."""
+    """Returns the client's response if the proxy sends the given one."""
 
     async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
         for message in routes if scope["path"] == "/-/routes" else messages:

@@ -1,4 +1,4 @@
-"""Request ids, behind Serve's proxy and without it."""
+"""Tests request ids with and without Serve's proxy."""
 
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ COMPLETION = {"model": MODEL, "prompt": "hi"}
 
 @pytest_asyncio.fixture
 async def front(codec: TextCodec) -> AsyncIterator[AsgiFront]:
-    """Serves as routers do. Clients here connect without a proxy, as on the admin port."""
+    """Serves like a router; clients connect without a proxy, as on the admin port."""
     async with asgi_front(codec) as front:
         front.plays([*front.emits("a"), Ended(Finish.STOP)])
         front.app.add_middleware(ServeRequestIds)
@@ -39,7 +39,7 @@ async def before_no_proxy(front: AsgiFront) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def named(http: httpx.AsyncClient, body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the response's only request ID header, and the last part of the response's id."""
+    """Returns the response's only request id header, and the last part of the response's id."""
     answer = await http.post("/v1/completions", json={**COMPLETION, **body}, headers=headers)
     assert answer.status_code == 200, answer.text
     (header,) = answer.headers.get_list(REQUEST_ID)

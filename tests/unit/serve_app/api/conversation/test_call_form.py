@@ -1,4 +1,4 @@
-"""Finding a model's call format from its chat template and its response template."""
+"""Tests detection of a model's call format from its chat template and response template."""
 
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import TaggedArguments

@@ -1,4 +1,4 @@
-"""Conversations through OpenAI's client: prompts, and answers of what it says."""
+"""Tests conversations with OpenAI's client: prompts, answers and refusals."""
 
 import json
 from collections.abc import AsyncIterator
@@ -34,13 +34,13 @@ def rendered(front: AsgiFront) -> str:
 
 
 async def asked(front: AsgiFront, *messages: Any, **fields: Any) -> str:
-    """The prompt that a request becomes."""
+    """Returns the prompt of a request."""
     front.plays([STOP])
     await front.openai.chat.completions.create(model=MODEL, messages=list(messages), **fields)
     return rendered(front)
 
 
-# ------------------------------------------------------------ what reaches the model
+# ------------------------------------------------------------ prompts
 
 
 async def test_a_conversation_with_calls_and_results(front: AsgiFront) -> None:
@@ -111,7 +111,7 @@ async def test_control_tokens_in_a_message_are_tokens_if_configured() -> None:
         assert front.prompt.count(talking_tokenizer().convert_tokens_to_ids("<|im_start|>")) == 3
 
 
-# ------------------------------------------------------------ what comes back
+# ------------------------------------------------------------ answers
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -282,7 +282,7 @@ async def test_constrained_calls_need_a_known_call_format() -> None:
             with pytest.raises(openai.BadRequestError, match="no grammar is known") as caught:
                 await front.openai.chat.completions.create(**{"model": MODEL, "messages": [USER]} | fields)
             assert caught.value.param == param
-        await asked(front, USER, tools=[WEATHER], parallel_tool_calls=False)  # further calls are dropped
+        await asked(front, USER, tools=[WEATHER], parallel_tool_calls=False)  # drops further calls
 
 
 async def test_tools_need_a_template_with_tools(codec: TextCodec) -> None:

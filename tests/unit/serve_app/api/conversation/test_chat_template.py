@@ -1,4 +1,4 @@
-"""Chat templates that fail, or come in several: what a client gets, at each endpoint that uses them."""
+"""Tests responses to failing and multiple chat templates, at each endpoint that uses templates."""
 
 from typing import Any
 

@@ -1,11 +1,11 @@
-"""The trace of tokens whose text a reader held back."""
+"""Tests the trace of tokens whose text the reader held back."""
 
 from serve_app.api.choices import ChoiceStream, ChoiceStreamOptions, Delta, Piece
 from serve_app.api.tool_calls import Content, Segment
 
 
 class HoldingReader:
-    """Releases nothing before a full stop."""
+    """Reader that releases text only after a full stop."""
 
     def __init__(self) -> None:
         self._held = ""

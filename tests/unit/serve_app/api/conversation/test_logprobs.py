@@ -1,4 +1,4 @@
-"""Formats of log probabilities."""
+"""Tests the formats of log probabilities."""
 
 import math
 

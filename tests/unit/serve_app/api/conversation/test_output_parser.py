@@ -1,4 +1,4 @@
-"""Answers split into parts, wherever their text is cut."""
+"""Answers split into the same parts wherever their text is cut."""
 
 import json
 from itertools import pairwise
@@ -35,7 +35,7 @@ def readers() -> ResponseReaders:
 
 
 def joined(sayings: list[Segment]) -> tuple[str, str, list[Call]]:
-    """Content, reasoning and calls."""
+    """Joins content, reasoning and calls of several deltas."""
     content = "".join(one.text for one in sayings if isinstance(one, Content))
     reasoning = "".join(one.text for one in sayings if isinstance(one, Reasoning))
     return content, reasoning, [one for one in sayings if isinstance(one, Call)]

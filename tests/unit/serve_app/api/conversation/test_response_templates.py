@@ -1,4 +1,4 @@
-"""Choice of a model's response template."""
+"""Tests the choice of a model's response template."""
 
 import pytest
 

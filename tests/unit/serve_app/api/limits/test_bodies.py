@@ -1,4 +1,4 @@
-"""Limits of request bodies: size, duration, and total bytes."""
+"""Tests limits of request bodies: size, duration and total bytes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -110,7 +110,7 @@ async def test_the_slowest_upload_is_dropped_for_a_new_one() -> None:
         await slowest
     assert not slow.done()
     assert bodies.held == 1
-    assert await read(bodies, b"abc") == b"abc"  # for which there was room
+    assert await read(bodies, b"abc") == b"abc"  # within the limit
     assert not slow.done()
     await ended(slow)
 

@@ -1,4 +1,4 @@
-"""Requests past their deadline end with an error and leave nothing running."""
+"""Requests past their deadline end with an error and without running sessions."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Other HTTP methods, and health probes."""
+"""Tests unsupported HTTP methods, and health probes."""
 
 import pytest
 
@@ -22,7 +22,7 @@ async def test_head_is_answered_like_get(codec: TextCodec) -> None:
         for path in (*READ, *PAGES, "/v1/models/unknown", "/nothing"):
             head, get = [await front.http.request(method, path) for method in ("HEAD", "GET")]
             assert (head.status_code, head.content) == (get.status_code, b"")
-            if path != "/metrics":  # whose numbers change
+            if path != "/metrics":  # its values change
                 assert [head.headers.get(name) for name in ALIKE] == [get.headers.get(name) for name in ALIKE]
 
 

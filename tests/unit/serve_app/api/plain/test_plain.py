@@ -1,4 +1,4 @@
-"""Endpoints that generate nothing."""
+"""Tests endpoints without text generation."""
 
 import json
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The Responses API through OpenAI's client."""
+"""Tests the Responses API with OpenAI's client."""
 
 import json
 from collections.abc import AsyncIterator
@@ -157,7 +157,7 @@ async def test_structured_output(front: AsgiFront, form: Any, good: Any, bad: An
     ],
 )
 async def test_a_response_reports_its_parameters(asked: Any, used: tuple[float, float]) -> None:
-    """Those of the checkpoint, where the request has none."""
+    """The response lists the checkpoint's defaults for parameters missing in the request."""
     async with asgi_front(talking_codec(), defaults=GenerationDefaults(temperature=0.6, top_p=0.9)) as front:
         front.plays([*front.emits("Yes."), STOP])
         body = {"model": MODEL, "input": "Tell.", **asked}

@@ -1,4 +1,4 @@
-"""Grammars of answers that call: what they take, and that all they take is read as calls of the tools."""
+"""Tests grammars of tool calls: the accepted texts, and that every accepted text parses as calls."""
 
 import json
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def test_generated_calls_satisfy_their_schemas(writer: str, choice: Any) -> None
     for seed in range(12):
         text = sayings.one(grammar.text, seed)
         if text is None or (form.tags and text.count(end) > text.count(form.opening)):
-            continue  # an argument between tags that spells what ends a call
+            continue  # an argument that contains the end tag of a call
         said = called(codec, text, tools)
         assert said
         for one in said:

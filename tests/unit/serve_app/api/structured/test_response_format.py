@@ -1,4 +1,4 @@
-"""Requested answer formats as grammars, and refusals that name the field."""
+"""Tests response formats as grammars, and refusals that name the field."""
 
 import json
 from typing import Any
@@ -35,7 +35,7 @@ def by_schema(schema: Any, **more: Any) -> dict[str, Any]:
 
 
 def takes(grammar: RequestedGrammar | None, text: str) -> bool:
-    """Returns whether an answer may be this text, token by token, and end there."""
+    """Returns whether the grammar allows exactly this text, token by token."""
     followed = COMPILER.follow(grammar.text)
     tokens = [*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id]
     for token in tokens:

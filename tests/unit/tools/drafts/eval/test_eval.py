@@ -1,4 +1,4 @@
-"""A text gone through once more brings what lock step brings, and measures are those of what was offered."""
+"""Evaluation of a recorded text gives the same results as lock step, and correct metrics of the offered drafts."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def a_draft(name: str) -> DraftPool:
     return DraftPool(method=name, **options)  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------- the same as lock step
+# ---------------------------------------------------------------- equality with lock step
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", "layer_skip"])
@@ -72,7 +72,7 @@ def test_verifications_equal_those_in_lock_step(name: str, draft_tokens: int, ta
 @pytest.mark.parametrize("options", [{}, {"project": "drafter"}, {"keep": False}], ids=str)
 @torch.inference_mode()
 def test_heads_read_the_targets_states(name: str, options: dict[str, Any], target: MeasuredTarget) -> None:
-    """They are projected where a deployment's target projects them."""
+    """States are projected where a deployment's target projects them."""
     draft = a_draft(name).model_copy(update={"states": StatesOptions(**options)})
     setup = target.setup(draft, LONGEST)
     assert setup.states is not None
@@ -107,14 +107,14 @@ def test_a_prompt_that_is_too_long_is_refused(target: MeasuredTarget) -> None:
         target.generation(3, (1,) * 100, TOKENS, 0.0, 1)
 
 
-# ---------------------------------------------------------------- measures
+# ---------------------------------------------------------------- metrics
 
 
 def a_place(coming: tuple[int, ...], chain: tuple[int, ...], tree: DraftTree = NO_TREE, room: int = 9) -> Replay:
     return Replay(room, coming, DraftTree.chain(chain), tree, 0.5, 1.5)
 
 
-SIBLINGS = DraftTree((7, 1, 2, 9), (-1, -1, 1, -1))  # 7, or 1 and then 2, or 9
+SIBLINGS = DraftTree((7, 1, 2, 9), (-1, -1, 1, -1))  # paths 7, 1 2 and 9
 
 
 def test_verification_continues_after_accepted_tokens_and_one_more() -> None:
@@ -126,7 +126,7 @@ def test_verification_continues_after_accepted_tokens_and_one_more() -> None:
     ]
     assert verifies(text, 1, trees=False) == 2  # 1 2, then 3 4
     assert verifies(text, 3, trees=False) == 2  # 1 2 3, then 4
-    assert verifies(text, 1, trees=True) == 4  # 7 is wrong, and nothing else is offered
+    assert verifies(text, 1, trees=True) == 4  # only 7 is offered, and it is wrong
     assert verifies(text, 3, trees=True) == 2  # 1 2 3, then 4
 
 

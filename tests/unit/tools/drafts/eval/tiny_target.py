@@ -1,4 +1,4 @@
-"""The fixtures' target with a tokenizer of its own 96 tokens, as a folder that can be served."""
+"""Servable folder with the fixtures' target and a tokenizer of 96 tokens."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ VOCABULARY = 96
 
 
 def a_target(folder: Path) -> Path:
-    """Has one token for each printable ASCII character except the space."""
+    """Writes the target; its tokenizer has one token per printable ASCII character except the space."""
     shutil.copytree(TARGET, folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCABULARY]
     built = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))

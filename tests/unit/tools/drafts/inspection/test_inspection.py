@@ -1,4 +1,4 @@
-"""Inspection of every published layout in `tests/data/heads`, and refusal of what loaders refuse."""
+"""Tests inspection of every published layout in `tests/data/heads`, and refusals equal to the loaders'."""
 
 import json
 import shutil
@@ -115,7 +115,7 @@ every_head = pytest.mark.parametrize("name", KNOWN)
 
 
 def told(facts: DraftFacts) -> dict[str, Any]:
-    """Facts as `KNOWN` has them."""
+    """Returns facts in the format of `KNOWN`."""
     return {
         "layout": facts.layout.name,
         "method": facts.layout.method,
@@ -130,7 +130,7 @@ def told(facts: DraftFacts) -> dict[str, Any]:
 
 
 def copied(folder: Path, name: str, tensors: Mapping[str, Tensor], **config: Any) -> Path:
-    """A fixture with other tensors, and some keys of its configuration changed."""
+    """Writes a copy of a fixture with changed tensors and configuration keys."""
     said = json.loads((checkpoint(name) / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps(said))
     save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, folder / "model.safetensors")
@@ -214,7 +214,7 @@ def test_a_language_model_is_a_draft_model_or_layer_skip_of_itself() -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_options_apply_to_the_shown_head(options: dict[str, Any], tmp_path: Path) -> None:
-    """Its configuration lists layers, so that what their ids mean can be overridden."""
+    """The head's configuration lists layers, so an option can override the meaning of layer ids."""
     tensors = read_head(checkpoint("eagle3")).tensors
     folder = copied(tmp_path, "eagle3", tensors, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4]})
     found = inspect_draft(folder, TARGET, {"eagle": options})
@@ -233,7 +233,7 @@ def test_unsuitable_options_are_misfits(tmp_path: Path) -> None:
 
 
 def test_the_targets_hidden_size_follows_from_the_number_of_states(tmp_path: Path) -> None:
-    """Covers a head narrower than its target, where only `fc` gives the width of the states."""
+    """The head is narrower than its target, so only `fc` reveals the width of the states."""
     tensors = dict(read_head(checkpoint("eagle3")).tensors) | {"fc.weight": torch.ones(32, 4 * 12)}
     folder = copied(tmp_path, "eagle3", tensors)
     states = inspect_draft(folder, None, {"eagle": {"states": [1, 2, 3, 4]}}).facts.states
@@ -247,7 +247,7 @@ def test_layers_beyond_the_targets_depth_are_a_misfit() -> None:
     assert "has the layers 0 to 7, but layers 8 are asked for" in str(misfit)
 
 
-# ---------------------------------------------------------------- layouts that have no fixture
+# ---------------------------------------------------------------- layouts without a fixture
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Inspection of targets with multi-token prediction modules."""
+"""Tests inspection of targets with multi-token prediction modules."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from tools.drafts.inspection import inspect_draft
 
 
 def numbered(tensors: Tensors, first: str, other: str) -> Tensors:
-    """A module's tensors once more, as another module's."""
+    """Returns a copy of a module's tensors under another module's names."""
     return tensors | {name.replace(first, other): tensor for name, tensor in tensors.items() if first in name}
 
 
