@@ -1,8 +1,8 @@
-"""The configuration: one frozen pydantic model, read from YAML and overridden by environment and command line.
+"""Configuration: a frozen pydantic model, read from YAML with overrides from environment and command line.
 
-Each part of the system receives only the section that it needs. Sections without dependencies on others are in
-`config_sections`. `load_config` reads a file; each problem becomes one line of a ConfigError, with the key and what
-was expected. Keys and values of earlier releases are refused with their current names (`MOVED_KEYS`).
+Each part of the system receives only its own section. `config_sections` contains the sections that do not depend on
+others. `load_config` reads a file; its ConfigError lists one line per problem, with the key and the expected value.
+Keys of earlier releases are rejected with their current names (`MOVED_KEYS`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,7 +43,7 @@ from protos.draft_tree import MAX_BLOCK_TOKENS
 
 
 def error_lines(error: ValidationError, model: type[BaseModel], whole: str) -> list[str]:
-    """Returns one line per error; `whole` names the file for errors without a key."""
+    """Returns one line per error; `whole` replaces the key in errors without one."""
     return [f"{'.'.join(map(str, fault['loc'])) or whole}: {_message(fault, model)}" for fault in error.errors()]
 
 
@@ -54,22 +54,22 @@ def _message(fault: ErrorDetails, model: type[BaseModel]) -> str:
     keys = _keys(sections, model)
     close = get_close_matches(key, keys, n=1)
     guess = f"did you mean {close[0]}? " if close else ""
-    return f"there is no such key; {guess}expected one of {', '.join(keys)}"
+    return f"unknown key; {guess}expected one of {', '.join(keys)}"
 
 
 def _keys(sections: list[str], model: type[BaseModel]) -> list[str]:
-    """Returns the keys of a section, given the path of section names that leads to it."""
+    """Returns the keys of the section at a path of section names."""
     names = iter(sections)
     for name in names:
         annotation = model.model_fields[name].annotation
         model = _section(annotation)
         if get_origin(annotation) is dict:
-            next(names)  # a key that the user chose
+            next(names)  # skip a user-defined key
     return list(model.model_fields)
 
 
 def _section(annotation: Any) -> type[BaseModel]:
-    """Returns the section type of a field annotated with a section, an optional section, or a dict of sections."""
+    """Returns the section type in an annotation: a section, an optional section, or a dict of sections."""
     kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
     return next(kind for kind in kinds if issubclass(kind, BaseModel))
 
@@ -79,14 +79,14 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class ModelConfig(Section):
-    """The model that is served."""
+    """The served model."""
 
-    target: str = Field(description="Hugging Face id or folder of the target; relative paths start at the file")
-    served_name: str | None = Field(None, description="model name in the API; default: the last part of target")
+    target: str = Field(description="Hugging Face id or folder of the target model; relative to the file")
+    served_name: str | None = Field(None, description="model name in the API; default: last part of `model.target`")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="type of weights and activations, target and draft"
+        "bfloat16", description="data type of weights and activations, for target and draft"
     )
-    max_context: Positive = Field(2048, description="tokens of a session, prompt included")
+    max_context: Positive = Field(2048, description="maximum tokens per session, prompt included")
 
     @property
     def name(self) -> str:
@@ -94,20 +94,20 @@ class ModelConfig(Section):
 
 
 class Resources(Section):
-    """Resources that Ray reserves for one process that runs a model."""
+    """Resources reserved by Ray for one model process."""
 
-    num_cpus: float = Field(1, ge=0, description="CPUs or a fraction")
+    num_cpus: float = Field(1, ge=0, description="number of CPUs; may be fractional")
     num_gpus: float = Field(
         0,
         ge=0,
-        description="GPUs or a fraction, which limits memory too",
+        description="number of GPUs, or a fraction of one GPU and its memory",
     )
     accelerator_type: str | None = Field(None, description="Ray accelerator type, such as L4")
     custom: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
-    labels: dict[str, str] = Field(default_factory=dict, description="labels that the Ray node must have")
-    threads: Positive = Field(1, description="CPU threads of the model")
-    cpu_affinity: tuple[int, ...] = Field((), description="cores to run on; empty: any")
-    background: bool = Field(False, description="run the model at idle priority")
+    labels: dict[str, str] = Field(default_factory=dict, description="required labels of the Ray node")
+    threads: Positive = Field(1, description="CPU threads for the model")
+    cpu_affinity: tuple[int, ...] = Field((), description="allowed CPU cores; empty: all")
+    background: bool = Field(False, description="run the model at idle CPU priority")
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:
@@ -122,65 +122,63 @@ class Resources(Section):
 
 
 class CacheConfig(Section):
-    """The paged KV cache of one process that runs a model."""
+    """Paged KV cache of one model process."""
 
     page_size: Positive = Field(16, description="tokens per page; sessions share whole pages")
     gib: float | None = Field(
         None,
         gt=0,
-        description="memory of the cache; default: max_sessions times max_context tokens, at most half of the free"
-        " memory; on a GPU, nine tenths of it or of the num_gpus fraction",
+        description="cache size; default on CPUs: max_sessions times max_context tokens, up to half of the free"
+        " memory; on GPUs: nine tenths of the memory, or of the num_gpus share",
     )
 
 
 class Replicas(Section):
-    """Bounds of a pool and rules for scaling between them; equal bounds fix its size."""
+    """Size limits and scaling rules of a pool; equal limits fix its size."""
 
-    min: Annotated[int, Field(ge=0)] = Field(1, description="fewest replicas")
-    max: Positive = Field(1, description="most replicas")
+    min: Annotated[int, Field(ge=0)] = Field(1, description="minimum number of replicas")
+    max: Positive = Field(1, description="maximum number of replicas")
     sessions_per_replica: float | None = Field(
-        None, gt=0, description="sessions per replica that autoscaling aims for; default: half of max_sessions"
+        None, gt=0, description="desired sessions per replica; default: half of max_sessions"
     )
-    up_delay_s: float = Field(10, ge=0, description="seconds of higher demand before replicas are added")
-    down_delay_s: float = Field(300, ge=0, description="seconds of lower demand before replicas are removed")
+    up_delay_s: float = Field(10, ge=0, description="delay before adding replicas, in seconds")
+    down_delay_s: float = Field(300, ge=0, description="delay before removing replicas, in seconds")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.max < self.min:
-            raise ValueError(f"max is {self.max}, expected at least min, which is {self.min}")
+            raise ValueError(f"max is {self.max}, expected at least min ({self.min})")
         return self
 
 
 class TargetReplicas(Replicas):
     """Scaling of the target pool, which is never empty."""
 
-    min: Positive = Field(1, description="fewest replicas")
-    first_token_s: Seconds = Field(2, description="seconds to first token above which waiting prompts add replicas")
+    min: Positive = Field(1, description="minimum number of replicas")
+    first_token_s: Seconds = Field(2, description="time to first token that triggers scale-up, in seconds")
 
 
 class DraftReplicas(Replicas):
     """Scaling of the draft pool.
 
-    It may be empty; targets then decode without speculation until drafters are started.
+    The pool may be empty; targets then decode without speculation.
     """
 
-    min: Annotated[int, Field(ge=0)] = Field(1, description="fewest replicas; 0: none without load")
+    min: Annotated[int, Field(ge=0)] = Field(1, description="minimum number of replicas; 0: scale to zero without load")
     per_target: float | None = Field(None, gt=0, description="drafters per target replica; default: scale by load")
 
     @model_validator(mode="after")
     def _one_rule(self) -> Self:
         if self.per_target is not None and self.sessions_per_replica is not None:
-            raise ValueError("per_target and sessions_per_replica exclude each other; leave one out")
+            raise ValueError("per_target and sessions_per_replica are mutually exclusive; remove one")
         return self
 
 
 def _check_slots(replicas: Replicas, max_sessions: int) -> None:
-    """Raises ValueError if autoscaling aims at more sessions per replica than one accepts."""
+    """Raises ValueError if the desired number of sessions per replica exceeds the maximum."""
     aim = replicas.sessions_per_replica
     if aim is not None and aim > max_sessions:
-        raise ValueError(
-            f"replicas.sessions_per_replica is {aim:g}, expected at most max_sessions, which is {max_sessions}"
-        )
+        raise ValueError(f"replicas.sessions_per_replica is {aim:g}, expected at most max_sessions ({max_sessions})")
 
 
 class TargetPool(Section):
@@ -188,25 +186,31 @@ class TargetPool(Section):
 
     engine: Literal["slipstream", "vllm", "mixed"] = Field(
         "slipstream",
-        description="vllm: vLLM computes; drafts are chains, acceptance is coupled. mixed: every second replica uses"
-        " vLLM",
+        description="slipstream: own engine. vllm: vLLM engine, limited to chains and coupled acceptance. mixed: half"
+        " of the replicas use vLLM",
     )
-    vllm: dict[str, Any] = Field(default_factory=dict, description="vLLM EngineArgs, such as quantization")
-    tensor_parallel: Positive = Field(1, description="ranks per replica")
+    vllm: dict[str, Any] = Field(default_factory=dict, description="vLLM EngineArgs, for example quantization")
+    tensor_parallel: Positive = Field(1, description="number of tensor-parallel ranks per replica")
     replicas: TargetReplicas = TargetReplicas()
     resources_per_rank: Resources = Resources()
     cache_per_rank: CacheConfig = CacheConfig()
-    max_sessions: Positive = Field(16, description="concurrent sessions per replica; more queue")
-    max_step_tokens: Positive = Field(512, description="tokens per forward; longer prompts are prefilled in chunks")
+    max_sessions: Positive = Field(16, description="maximum concurrent sessions per replica; further sessions queue")
+    max_step_tokens: Positive = Field(
+        512, description="maximum tokens per forward pass; longer prompts are prefilled in chunks"
+    )
     step_timeout_s: Seconds = Field(
         60,
-        description="seconds of a step after which the replica ends; also after thirty times the measured time, but"
-        " at least ten seconds",
+        description="maximum duration of a step, in seconds, before the replica is replaced. The limit is lower if"
+        " thirty times the measured duration is less, but at least ten seconds",
     )
     start_timeout_s: Seconds = Field(
-        3600, description="seconds to load and measure the model; then the replica is replaced"
+        3600, description="maximum time to load and profile the model, in seconds, before the replica is replaced"
     )
-    drain_s: Seconds = Field(30, description="seconds that a stopping replica serves sessions that fit nowhere else")
+    drain_s: Seconds = Field(
+        30,
+        description="time, in seconds, for which a stopping replica still serves sessions that no other replica"
+        " accepts",
+    )
 
     @model_validator(mode="after")
     def _check_aim(self) -> Self:
@@ -223,20 +227,18 @@ class TargetPool(Section):
             raise ValueError(f"with engine {self.engine}, remove cache_per_rank.page_size and set vllm.block_size")
         if self.engine != "slipstream" and not self.resources_per_rank.num_gpus and self.cache_per_rank.gib is None:
             raise ValueError(
-                "cache_per_rank.gib is missing, and vLLM would take nine tenths of the host's memory; set it"
+                "cache_per_rank.gib is missing; set it, or vLLM on CPUs takes nine tenths of the host's memory"
             )
         if self.engine == "mixed" and self.replicas.max < 2:
-            raise ValueError(
-                "engine is mixed, but replicas.max is 1; a mixed pool has a replica of each engine, so set at least 2"
-            )
+            raise ValueError("engine is mixed, but replicas.max is 1; set it to at least 2, one per engine")
         return self
 
 
 def _refuse_earlier_method(value: Any) -> Any:
-    """Raises ValueError with the current name for a method name of an earlier release."""
+    """Raises ValueError for a method name of an earlier release; the message contains the current name."""
     for earlier, name in (("prompt_lookup", "ngram"), ("lookup_first", "hybrid")):
         if value == earlier:
-            raise ValueError(f"method {earlier} is named {name} now")
+            raise ValueError(f"method {earlier} was renamed to {name}")
     return value
 
 
@@ -248,40 +250,44 @@ def _idle_resources(value: Any) -> Any:
 
 
 class LearningOptions(Section):
-    """Learning from traffic: finished sessions become examples, from which a trainer improves the draft.
+    """Learning from traffic: a trainer improves the draft with finished sessions.
 
-    The section is absent by default, and nothing is kept.
+    Without this section, nothing is stored.
     """
 
-    folder: str = Field(description="folder of examples and trained versions, shared by routers, trainer and drafters")
+    folder: str = Field(description="folder for examples and trained versions, shared by routers, trainer and drafters")
     consent: Consent = Field(
         Consent.OPTED_IN,
-        description='opted_in: keep requests with metadata.learn "true"; all: keep those without "false"',
+        description='opted_in: store only requests with metadata.learn "true"; all: store all except "false"',
     )
-    max_tokens: Positive = Field(2_000_000, description="tokens of examples to keep; the oldest leave first")
-    max_age_days: float = Field(30, gt=0, description="days to keep an example")
+    max_tokens: Positive = Field(
+        2_000_000, description="maximum tokens of stored examples; the oldest are deleted first"
+    )
+    max_age_days: float = Field(30, gt=0, description="maximum age of examples, in days")
     max_state_bytes: Positive = Field(
         4_000_000_000, description="bytes of hidden states to keep, from which heads learn; the oldest leave first"
     )
     resources: Annotated[Resources, BeforeValidator(_idle_resources)] = Field(
         IDLE,
-        description="reserved for the trainer; idle: nothing, it computes on idle cores (CPUs only)",
+        description="resources reserved for the trainer; idle: none, train at idle CPU priority",
     )
-    min_examples: Positive = Field(200, description="new examples that start training")
-    epochs: float = Field(2, gt=0, description="passes over the examples")
-    learning_rate: float = Field(1.5e-4, gt=0, description="of AdamW, at its highest")
+    min_examples: Positive = Field(200, description="number of new examples that triggers training")
+    epochs: float = Field(2, gt=0, description="training epochs")
+    learning_rate: float = Field(1.5e-4, gt=0, description="peak learning rate of AdamW")
     replay: str | None = Field(
         None,
-        description="file or folder of general conversations (JSON lines), against forgetting",
+        description="file or folder of general conversations (JSON lines) to prevent forgetting",
     )
-    replay_share: float = Field(0.5, ge=0, lt=1, description="share of general examples in each batch")
-    max_general_loss: float = Field(0.03, ge=0, description="agreement on general examples that a promotion may cost")
-    min_sessions: Positive = Field(16, description="held-out sessions that a promotion needs")
-    keep_versions: int = Field(4, ge=2, description="versions to keep on disk")
+    replay_share: float = Field(0.5, ge=0, lt=1, description="share of general conversations in each batch")
+    max_general_loss: float = Field(
+        0.03, ge=0, description="maximum drop in agreement on general conversations for a promotion"
+    )
+    min_sessions: Positive = Field(16, description="minimum held-out sessions for a promotion")
+    keep_versions: int = Field(4, ge=2, description="number of versions kept on disk")
 
 
 class DraftPool(Section):
-    """The pool of drafters. Each method's options are in the section of its name."""
+    """The pool of drafters. Each method has an options section of the same name."""
 
     method: Annotated[
         Literal[
@@ -299,7 +305,7 @@ class DraftPool(Section):
         BeforeValidator(_refuse_earlier_method),
     ] = Field(
         "draft_model",
-        description="drafting method, see docs/drafts.md",
+        description="drafting method; see docs/drafts.md",
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft model or head")
     draft_model: DraftModelOptions = DraftModelOptions()
@@ -313,36 +319,40 @@ class DraftPool(Section):
     eagle: EagleOptions = EagleOptions()
     mtp: HeadOptions = HeadOptions()
     states: StatesOptions = StatesOptions()
-    learning: LearningOptions | None = Field(None, description="learning from traffic; default: off")
+    learning: LearningOptions | None = Field(None, description="learning from traffic; default: disabled")
     replicas: DraftReplicas = DraftReplicas()
     resources: Resources = Resources()
     cache: CacheConfig = CacheConfig()
-    max_sessions: Positive = Field(64, description="concurrent sessions per drafter")
-    start_timeout_s: Seconds = Field(3600, description="as `target.start_timeout_s`")
+    max_sessions: Positive = Field(64, description="maximum concurrent sessions per drafter")
+    start_timeout_s: Seconds = Field(3600, description="same as `target.start_timeout_s`")
 
     @property
     def model_method(self) -> str:
-        """The method that drafts with `model` and may read hidden states; for hybrid, its model-based method."""
+        """The method, or for hybrid its model-based method, which may use `model` and hidden states."""
         return self.hybrid.then if self.method == "hybrid" else self.method
 
     @model_validator(mode="after")
     def _check_method(self) -> Self:
         used_sections = METHOD_SECTIONS[self.method] | METHOD_SECTIONS[self.model_method]
         if self.model_method not in MODEL_METHODS and self.model is not None:
-            raise ValueError(f"method {self.method} takes no model; remove draft.model")
+            raise ValueError(f"method {self.method} uses no model; remove draft.model")
         if self.model_method in MODEL_METHODS and self.model is None:
-            raise ValueError(f"method {self.method} needs a model: a Hugging Face id or a folder")
+            raise ValueError(f"method {self.method} needs a model; set draft.model to a Hugging Face id or a folder")
         for section in sorted(set().union(*METHOD_SECTIONS.values()) - used_sections):
             if getattr(self, section) != type(getattr(self, section))():
-                raise ValueError(f"{section} has options, but method {self.method} does not read them; remove them")
+                raise ValueError(f"method {self.method} does not use the options in {section}; remove them")
         if self.states != StatesOptions() and self.model_method not in STATE_READERS:
-            raise ValueError(f"states has options, but method {self.method} reads no hidden states; remove them")
+            raise ValueError(f"method {self.method} reads no hidden states; remove the options in states")
         if self.states.project == "target" and self.model_method not in PROJECTING_HEADS:
-            raise ValueError(f"states.project is target, but method {self.model_method} has no projection; remove it")
+            raise ValueError(
+                f"states.project is target, but method {self.model_method} has no projection; remove states.project"
+            )
         for section in ("draft_model", self.model_method):
             quantization = getattr(getattr(self, section), "quantization", "none")
             if quantization != "none" and self.resources.num_gpus:
-                raise ValueError(f"{section}.quantization {quantization} is for CPUs; remove it")
+                raise ValueError(
+                    f"{section}.quantization {quantization} requires CPUs; remove it, or set resources.num_gpus to 0"
+                )
         _check_slots(self.replicas, self.max_sessions)
         self._check_learning()
         return self
@@ -352,29 +362,30 @@ class DraftPool(Section):
             return
         if self.model_method not in LEARNING_METHODS:
             raise ValueError(
-                f"learning is configured, but method {self.method} does not learn; remove it, or set method to one of"
+                f"method {self.method} does not support learning; remove learning, or set method to one of"
                 f" {', '.join(sorted(LEARNING_METHODS))}"
             )
         if self.learning.resources.background and self.resources.num_gpus:
-            raise ValueError("learning.resources is idle, which is for CPUs; give the trainer resources of its own")
+            raise ValueError("learning.resources is idle, which requires CPUs; set the trainer's resources explicitly")
 
 
 class SpeculationConfig(Section):
     """Draft length, acceptance rule and schedule of speculation."""
 
     draft_tokens: int = Field(
-        5, ge=0, le=MAX_BLOCK_TOKENS, description="largest draft length, in tokens; 0: no speculation"
+        5, ge=0, le=MAX_BLOCK_TOKENS, description="maximum draft length, in tokens; 0: no speculation"
     )
     acceptance: Annotated[
         Literal["coupled", "rejection"], BeforeValidator(lambda value: "rejection" if value == "ratio" else value)
     ] = Field(
         "coupled",
-        description="Gumbel coupling or rejection sampling (alias: ratio); requests with a seed use coupled",
+        description="acceptance rule: Gumbel coupling or rejection sampling (alias: ratio); requests with a seed"
+        " always use coupled",
     )
     schedule: Literal["adaptive", "lock_step"] = Field(
         "adaptive",
-        description="adaptive: lengths and waiting by measured benefit; lock_step: draft draft_tokens for all"
-        " sessions, then verify all",
+        description="adaptive: draft lengths and waits depend on the measured gain; lock_step: draft draft_tokens"
+        " tokens for all sessions, then verify all",
     )
 
     @property
@@ -383,70 +394,76 @@ class SpeculationConfig(Section):
 
 
 class AuditConfig(Section):
-    """Audits of finished requests: an idle target decides them again without speculation, and the router compares."""
+    """Audits: idle targets repeat finished requests without speculation, and routers compare the outputs."""
 
     share: float = Field(0.0, ge=0, le=1, description="share of requests to audit")
     near_tie: float | None = Field(
-        None, ge=0, description="margin in logits below which a difference is rounding; default: by model.dtype"
+        None,
+        ge=0,
+        description="logit margin below which a mismatch counts as rounding; default: depends on model.dtype",
     )
-    max_waiting: Positive = Field(64, description="waiting requests; more are dropped")
-    max_waiting_tokens: Positive = Field(1 << 18, description="tokens of waiting requests, prompts included")
-    records: str | None = Field(None, description="file for differences as JSON lines; default: log only")
-    max_record_bytes: Positive = Field(1 << 20, description="size at which the file stops growing")
+    max_waiting: Positive = Field(64, description="maximum queued audits; further audits are dropped")
+    max_waiting_tokens: Positive = Field(1 << 18, description="maximum tokens of queued audits, prompts included")
+    records: str | None = Field(None, description="JSON Lines file for differences; default: log only")
+    max_record_bytes: Positive = Field(1 << 20, description="maximum size of the records file, in bytes")
 
 
 class AdminConfig(Section):
-    """A separate address for `/metrics` and the live page; it serves the API, too."""
+    """A separate address for `/metrics` and the live page; it also serves the API."""
 
-    host: str = Field("127.0.0.1", description="address of the port below, on each machine with a router")
+    host: str = Field("127.0.0.1", description="bind address of the admin port, on each machine with a router")
     port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="separate port for `/metrics` and the live page; 0: server.port serves them",
+        description="port for `/metrics` and the live page; 0: use server.port",
     )
 
 
 class ServerConfig(Section):
     """The HTTP API and the routers."""
 
-    host: str = Field("127.0.0.1", description="address; 0.0.0.0: all interfaces")
-    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free one")
-    routers: Positive = Field(1, description="router replicas")
-    max_body_bytes: Positive = Field(4 << 20, description="largest request body; else 413")
-    body_timeout_s: Seconds = Field(30, description="seconds to receive a body; else 408")
+    host: str = Field("127.0.0.1", description="bind address; 0.0.0.0: all interfaces")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free port")
+    routers: Positive = Field(1, description="number of router replicas")
+    max_body_bytes: Positive = Field(4 << 20, description="maximum size of a request body, in bytes; otherwise 413")
+    body_timeout_s: Seconds = Field(30, description="maximum time to receive a body, in seconds; otherwise 408")
     request_timeout_s: Seconds | None = Field(
         None,
-        description="seconds for a whole request; else 408, or an error in the stream; default: none",
+        description="maximum duration of a request, in seconds; otherwise 408 or a stream error; default: unlimited",
     )
-    keep_alive_s: Positive = Field(60, description="seconds that an idle connection stays open")
+    keep_alive_s: Positive = Field(60, description="lifetime of idle connections, in seconds")
     max_requests: Positive = Field(
         1024,
-        description="sessions in flight per router, bodies read at once, and requests queued at Serve's proxy; else"
-        " 429",
+        description="maximum active sessions per router, concurrent uploads, and requests queued at Serve's proxy;"
+        " otherwise 429",
     )
-    max_request_sessions: Positive = Field(128, description="sessions of one request: prompts times n; else 400")
+    max_request_sessions: Positive = Field(
+        128, description="maximum sessions per request (prompts times n); otherwise 400"
+    )
     generation_defaults: Literal["model", "none"] = Field(
         "model",
-        description="model: omitted sampling parameters come from generation_config.json; none: from OpenAI's defaults",
+        description="source of omitted sampling parameters. model: generation_config.json; none: OpenAI's defaults",
     )
-    drain_s: Seconds = Field(30, description="seconds that running requests may continue after a stop")
+    drain_s: Seconds = Field(30, description="grace period of running requests at shutdown, in seconds")
     stream_interval: Positive = Field(
         1,
-        description="tokens per stream event, at least; more cost less CPU",
+        description="minimum tokens per stream event; higher values use less CPU",
     )
-    target_wait_s: Seconds = Field(60, description="seconds that a request waits for a target replica")
+    target_wait_s: Seconds = Field(60, description="maximum wait for a target replica, in seconds")
     page: bool = Field(True, description="serve the live page at `/`")
-    served_names: tuple[str, ...] = Field((), description="further model names")
-    cors_origins: tuple[str, ...] = Field((), description="origins whose pages may call the API; `*`: all")
-    stream_keep_alive_s: Seconds = Field(15, description="seconds of silence before a stream gets a comment")
-    keys: dict[str, ApiKey] = Field({}, description="API keys, by names of your choice; empty: no key is needed")
-    insecure: bool = Field(False, description="allow an address beyond loopback without keys")
-    allow_special_tokens_in_text: bool = Field(False, description="parse control tokens spelled in messages")
+    served_names: tuple[str, ...] = Field((), description="additional model names in the API")
+    cors_origins: tuple[str, ...] = Field((), description="CORS origins that may call the API; `*`: all")
+    stream_keep_alive_s: Seconds = Field(15, description="interval of keep-alive comments in idle streams, in seconds")
+    keys: dict[str, ApiKey] = Field({}, description="API keys by name; empty: no authentication")
+    insecure: bool = Field(False, description="allow a non-loopback address without API keys")
+    allow_special_tokens_in_text: bool = Field(
+        False, description="parse control tokens that appear as text in messages"
+    )
     response_template: Literal["auto", "none"] | dict[str, Any] = Field(
         "auto",
-        description="transformers response template for reasoning and tool calls; auto: the checkpoint's or the"
-        " architecture's; none: all is content",
+        description="transformers response template for reasoning and tool calls. auto: from the checkpoint or"
+        " architecture; none: return all text as content",
     )
     log_format: Literal["text", "json"] = Field("text", description="format of log lines")
     admin: AdminConfig = AdminConfig()
@@ -454,7 +471,7 @@ class ServerConfig(Section):
 
 
 class SlipstreamConfig(Section):
-    """The whole configuration of a deployment."""
+    """Configuration of a deployment."""
 
     model: ModelConfig
     target: TargetPool = TargetPool()
@@ -467,55 +484,60 @@ class SlipstreamConfig(Section):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """All API names of the model, its main name first."""
+        """All API names of the model, main name first."""
         return tuple(dict.fromkeys((self.model.name, *self.server.served_names)))
 
     @model_validator(mode="after")
     def _check_engine_support(self) -> Self:
-        """Rejects settings that vLLM targets lack: rejection sampling, and hidden states that are not kept."""
+        """Rejects settings that vLLM targets do not support."""
         if self.target.engine == "slipstream":
             return self
         if self.speculation.acceptance == "rejection":
-            raise ValueError("speculation.acceptance is rejection, but a vLLM target only supports coupled")
+            raise ValueError(
+                "speculation.acceptance is rejection, but vLLM targets support only coupled; set it to coupled"
+            )
         if self.draft.model_method in STATE_READERS and not self.draft.states.keep:
-            raise ValueError("draft.states.keep is false, but a vLLM target cannot recompute hidden states; remove it")
+            raise ValueError("draft.states.keep is false, but vLLM targets cannot recompute hidden states; remove it")
         return self
 
 
 MOVED_KEYS: Mapping[str, str] = MappingProxyType(
     {
-        "draft.lookup_max_ngram": "is draft.ngram.max_ngram now",
-        "draft.lookup_min_ngram": "is draft.ngram.min_ngram now",
-        "draft.prompt_lookup": "is draft.ngram now",
-        "draft.lookup_first": "is draft.hybrid now",
-        "speculation.max_draft_tokens": "is speculation.draft_tokens now",
-        "speculation.pacing": "is speculation.schedule now",
-        "server.operators": "is server.admin now",
-        "draft.quantization": "is draft.draft_model.quantization now",
-        "speculation.draft_probs_top_k": "is draft.draft_model.draft_probs_top_k now",
-        "speculation.min_confidence": "is draft.draft_model.min_confidence now",
-        "speculation.alternatives": "is gone; drafts are trees wherever the target's attention supports them",
-        "speculation.draft_ahead": "is gone; speculation.schedule: lock_step does not draft ahead",
+        "draft.lookup_max_ngram": "was renamed to draft.ngram.max_ngram",
+        "draft.lookup_min_ngram": "was renamed to draft.ngram.min_ngram",
+        "draft.prompt_lookup": "was renamed to draft.ngram",
+        "draft.lookup_first": "was renamed to draft.hybrid",
+        "speculation.max_draft_tokens": "was renamed to speculation.draft_tokens",
+        "speculation.pacing": "was renamed to speculation.schedule",
+        "server.operators": "was renamed to server.admin",
+        "draft.quantization": "was renamed to draft.draft_model.quantization",
+        "speculation.draft_probs_top_k": "was renamed to draft.draft_model.draft_probs_top_k",
+        "speculation.min_confidence": "was renamed to draft.draft_model.min_confidence",
+        "speculation.alternatives": "was removed; drafts are trees wherever the target's attention supports them;"
+        " remove the key",
+        "speculation.draft_ahead": "was removed; set speculation.schedule to lock_step to disable drafting ahead",
     }
 )
-"""Keys of earlier releases, each with the end of its error message."""
+"""Keys of earlier releases, with the rest of the error message."""
 
 
 def load_config(
     path: Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
 ) -> SlipstreamConfig:
-    """Reads a YAML file; SLIPSTREAM__SECTION__KEY variables and then `section.key=value` overrides take precedence.
+    """Loads a YAML file. Environment variables (SLIPSTREAM__SECTION__KEY) override the file, and `overrides`
+    (`section.key=value`) override both.
 
-    Relative paths of model folders and credential files are relative to the file. Raises ConfigError naming the key.
+    Relative paths of model folders and credentials are resolved against the file's folder. Raises ConfigError, which
+    names the key.
     """
     try:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} is no mapping; expected the sections model, target, draft, ...")
+        raise ConfigError(f"{path} is not a mapping; expected sections such as model, target and draft")
     for name, value in sorted((environment or {}).items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             _override(data, name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), value, name)
@@ -530,28 +552,28 @@ def load_config(
 
 
 def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Sets each `section.key=value`, where the value is YAML. Raises ConfigError for a malformed override."""
+    """Applies overrides of the form `section.key=value`, with YAML values. Raises ConfigError if one is malformed."""
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator:
-            raise ConfigError(f"override '{override}' is not of the form section.key=value")
+            raise ConfigError(f"override '{override}' is malformed; expected section.key=value")
         _override(data, key.split("."), value, key)
 
 
 def validated(data: Mapping[str, Any]) -> SlipstreamConfig:
-    """Returns the config in `data`; raises ConfigError with one line per wrong key."""
+    """Validates `data`; raises ConfigError with one line per invalid key."""
     moved = [f"{key} {message}" for key, message in MOVED_KEYS.items() if _has(data, key)]
     if moved:
-        raise ConfigError("wrong configuration\n  " + "\n  ".join(moved))
+        raise ConfigError("invalid configuration\n  " + "\n  ".join(moved))
     try:
         return SlipstreamConfig.model_validate(data)
     except ValidationError as error:
         lines = error_lines(error, SlipstreamConfig, whole="config")
-        raise ConfigError("wrong configuration\n  " + "\n  ".join(lines)) from error
+        raise ConfigError("invalid configuration\n  " + "\n  ".join(lines)) from error
 
 
 def _has(data: Any, key: str) -> bool:
-    """Returns True if `data` has a value at a dotted key."""
+    """Returns True if `data` contains a dotted key."""
     section, _, rest = key.partition(".")
     return isinstance(data, Mapping) and section in data and (not rest or _has(data[section], rest))
 
@@ -565,11 +587,11 @@ def _override(data: dict[str, Any], keys: list[str], value: str, name: str) -> N
     try:
         section[keys[-1]] = yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: '{value}' is not a YAML value: {error}") from error
+        raise ConfigError(f"{name}: '{value}' is not valid YAML: {error}") from error
 
 
 def _expand_model_path(data: dict[str, Any], section: str, key: str, base: Path) -> None:
-    """Makes local folders absolute; keeps any other value, as a Hugging Face id."""
+    """Makes paths of local folders absolute; keeps other values, which are Hugging Face ids."""
     part = data.get(section)
     if not isinstance(part, dict) or not isinstance(part.get(key), str):
         return

@@ -1,13 +1,13 @@
-"""Sections of the configuration that `cluster.config` assembles.
+"""Sections of the configuration, assembled by `cluster.config`.
 
-* One section of `draft` per drafting method, and the sections that each method reads (`METHOD_SECTIONS`).
-* `draft.states`: how the target's hidden states reach drafters.
-* `trust`: authentication between the processes of a deployment.
-* `server.keys`: client API keys, by digest.
+* `draft.METHOD`: options of each drafting method; `METHOD_SECTIONS` lists the sections used by each method.
+* `draft.states`: transport of the target's hidden states to drafters.
+* `trust`: authentication between processes of a deployment.
+* `server.keys`: digests of client API keys.
 * `tracing`: OpenTelemetry spans.
-* `target.vllm`: which of vLLM's arguments are refused, and why. vLLM need not be installed; it checks the other names
-  itself when it starts.
-* `kubernetes`: image, pods and volume for `slipstream k8s render`.
+* `target.vllm`: vLLM arguments to reject, with reasons. vLLM itself checks the others at startup, so it need not be
+  installed here.
+* `kubernetes`: settings for `slipstream k8s render`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,52 +23,54 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Base of all sections of the configuration: immutable, and unknown keys are errors."""
+    """Base class of configuration sections: immutable, and strict about unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def _check_rising(ids: Sequence[int], name: str) -> None:
-    """Raises ValueError unless `ids` are at least one non-negative number, each higher than the previous one."""
+    """Raises ValueError unless `ids` is a non-empty, strictly increasing sequence of non-negative numbers."""
     if not ids or ids[0] < 0 or list(ids) != sorted(set(ids)):
-        raise ValueError(f"{name} are {list(ids)}, expected at least one id, from 0, each higher than the last")
+        raise ValueError(f"{name} is {list(ids)}, expected a non-empty, strictly increasing list of ids from 0")
 
 
 class DraftModelOptions(Section):
-    """Options of the methods that run a draft model."""
+    """Options of methods that run a draft model."""
 
     quantization: Literal["none", "int8"] = Field(
         "none",
-        description="int8: products in 8 bits, on CPUs only; about twice as fast",
+        description="int8: 8-bit matrix products, on CPUs only; about twice as fast",
     )
     min_confidence: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="estimated acceptance below which an awaited block ends; ignored with rejection sampling",
+        description="minimum estimated acceptance to extend an awaited block; ignored with rejection sampling",
     )
     draft_probs_top_k: int = Field(
-        64, ge=1, le=1024, description="probabilities sent per token, for rejection sampling"
+        64, ge=1, le=1024, description="number of probabilities sent per token, for rejection sampling"
     )
 
 
 class NgramOptions(Section):
-    """Options of the methods that search the text for its continuation: ngram and hybrid."""
+    """Options of methods that search the text for matching n-grams: ngram and hybrid."""
 
-    max_ngram: Positive = Field(4, description="longest suffix to search for, in tokens")
-    min_ngram: Positive = Field(2, description="shortest suffix to search for, in tokens")
+    max_ngram: Positive = Field(4, description="maximum suffix length to search for, in tokens")
+    min_ngram: Positive = Field(2, description="minimum suffix length to search for, in tokens")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.max_ngram < self.min_ngram:
-            raise ValueError(f"max_ngram is {self.max_ngram}, expected at least min_ngram, which is {self.min_ngram}")
+            raise ValueError(f"max_ngram is {self.max_ngram}, expected at least min_ngram ({self.min_ngram})")
         return self
 
 
 class LayerSkipOptions(Section):
-    """Options of layer_skip, which drafts with some of the target's layers."""
+    """Options of layer_skip, which drafts with a subset of the target's layers."""
 
-    layers: Positive | tuple[int, ...] = Field(4, description="number of first layers, or rising layer ids from 0")
+    layers: Positive | tuple[int, ...] = Field(
+        4, description="number of leading layers, or a list of increasing layer ids from 0"
+    )
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
@@ -78,67 +80,68 @@ class LayerSkipOptions(Section):
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Ids of the target's layers that draft, from 0."""
+        """Ids of the layers used for drafting, from 0."""
         return tuple(range(self.layers)) if isinstance(self.layers, int) else self.layers
 
 
 class SuffixOptions(NgramOptions):
-    """Options of suffix, which searches the text and finished answers for the continuation."""
+    """Options of suffix, which searches the text and finished answers for matching suffixes."""
 
-    max_ngram: Positive = Field(16, description="longest suffix to search for, in tokens")
+    max_ngram: Positive = Field(16, description="maximum suffix length to search for, in tokens")
     remembered_tokens: int = Field(
         1 << 17,
         ge=0,
-        description="tokens of recent answers to search, ~200 bytes each; 0: the text itself only",
+        description="number of tokens of recent answers to search, about 200 bytes each; 0: search only the session's"
+        " text",
     )
 
 
 class HybridOptions(Section):
-    """Options of hybrid; those of its model-based method are in that method's section."""
+    """Options of hybrid; its model-based method has its own section."""
 
     then: Literal["draft_model", "medusa", "mlp_speculator", "dflash", "eagle", "mtp"] = Field(
         "draft_model",
-        description="method when the search finds no good match",
+        description="model-based method for positions without a good match",
     )
 
 
 class HeadOptions(Section):
-    """Options of a method that drafts with a published head, which reads the target's hidden states."""
+    """Options of methods with a draft head, which reads the target's hidden states."""
 
     draft_probs_top_k: int = Field(
-        64, ge=1, le=1024, description="probabilities sent per token, for rejection sampling"
+        64, ge=1, le=1024, description="number of probabilities sent per token, for rejection sampling"
     )
     quantization: Literal["none", "int8"] = Field(
         "none",
-        description="int8: products in 8 bits, on CPUs only",
+        description="int8: 8-bit matrix products, on CPUs only",
     )
 
 
 class EagleOptions(HeadOptions):
     """Options of eagle.
 
-    Options that are not inherited override the published head's configuration, which applies by default.
+    The options defined here override the published head's configuration.
     """
 
     states: tuple[int, ...] | None = Field(
         None,
-        description="hidden states that EAGLE-3 concatenates: k is the residual stream after k layers; default: the"
-        " head's",
+        description="hidden states concatenated by EAGLE-3: k is the residual stream after k layers; default: from the"
+        " head",
     )
     layer_ids: Literal["state", "output"] | None = Field(
         None,
-        description="a layer id k in the head's configuration is state k, or the output of layer k (state k + 1)."
-        " The wrong one costs most of the acceptance; default: the head's",
+        description="meaning of layer id k in the head's configuration. state: state k; output: output of layer k,"
+        " which is state k + 1. The wrong choice ruins acceptance; default: from the head",
     )
     output_norm: Literal["nothing", "logits", "both"] | None = Field(
         None,
-        description="what the last norm applies to: nothing, the logits, or also the states that the head continues"
-        " from. Overrides norm_output; default: the head's",
+        description="use of the final norm: nothing, only the logits, or both the logits and the head's recurrent"
+        " states. Overrides norm_output; default: from the head",
     )
     max_positions: Positive | None = Field(
         None,
-        description="positions of the head; published heads often state 2048 although trained for more; default: the"
-        " head's",
+        description="maximum position of the head; published heads often state 2048 although trained for more;"
+        " default: from the head",
     )
 
     @field_validator("states")
@@ -150,42 +153,42 @@ class EagleOptions(HeadOptions):
 
 
 class StatesOptions(Section):
-    """Transport of the target's hidden states to methods that read them."""
+    """Transport of the target's hidden states to drafters."""
 
     project: Literal["auto", "target", "drafter"] = Field(
         "auto",
-        description="where an EAGLE-3 or DFlash projection runs. At the target, one hidden size per token is kept"
-        " and sent instead of one per layer. auto: at the target if that is narrower",
+        description="where to run the input projection of EAGLE-3 or DFlash. On the target, it reduces the kept and"
+        " sent states to one hidden size per token. auto: on the target if that reduces their size",
     )
     dtype: Literal["bfloat16", "float8"] = Field(
         "bfloat16",
-        description="float8 halves the bytes, plus one scale per token",
+        description="encoding of states; float8 halves the size, apart from one scale per token",
     )
     keep: bool = Field(
         True,
-        description="keep states beside the KV cache. Otherwise the target recomputes them for new drafters and"
-        " prefix hits: one token for medusa and mlp_speculator, `window` tokens for the others",
+        description="keep states next to the KV cache. Otherwise, the target recomputes states for new drafters and"
+        " prefix hits: one token for medusa and mlp_speculator, `window` tokens for other methods",
     )
     window: Positive = Field(
         512,
-        description="last tokens to recompute without keep; fewer cost less, and lose acceptance",
+        description="number of latest tokens to recompute without keep; lower values cost less but reduce acceptance",
     )
     kept_tokens: Positive | None = Field(
         None,
-        description="tokens whose states one drafter keeps; beyond, it refuses and drops sessions; default:"
+        description="maximum tokens with kept states per drafter; above, it refuses or gives up sessions; default:"
         " max_sessions times max_context",
     )
 
     def projects_at_target(self, needed: StatesNeeded) -> bool:
-        """Returns True if the target applies the method's projection.
+        """Returns True if the target runs the method's input projection.
 
         Raises ModelError if `project` is `target` and the head has no projection.
         """
         narrowed = needed.projected_width
         if self.project == "target" and narrowed is None:
             raise ModelError(
-                "draft.states.project is target, but the head in draft.model has no input projection of the target's"
-                " states alone; set it to auto or drafter"
+                "draft.states.project is target, but the head in draft.model has no separate input projection; set it"
+                " to auto or drafter"
             )
         if self.project == "auto":
             return narrowed is not None and narrowed < needed.width
@@ -193,10 +196,10 @@ class StatesOptions(Section):
 
 
 HEADS = frozenset({"medusa", "mlp_speculator", "dflash", "eagle"})
-"""Methods whose checkpoint is a head, which reads the target's hidden states and has no tokenizer."""
+"""Methods whose checkpoint is a draft head, without a tokenizer."""
 
 STATE_READERS = HEADS | {"mtp"}
-"""Methods that read the target's hidden states; an MTP module is part of the target's own checkpoint."""
+"""Methods that read the target's hidden states; MTP modules are part of the target's checkpoint."""
 
 METHOD_SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -208,46 +211,48 @@ METHOD_SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
         **{method: frozenset({method}) for method in STATE_READERS},
     }
 )
-"""Sections that each method reads; hybrid also reads those of its model-based method."""
+"""Sections used by each method; hybrid also uses the sections of its model-based method."""
 
 PROJECTING_HEADS = frozenset({"dflash", "eagle"})
-"""Heads that may begin with a projection of the states alone; the checkpoint shows whether one does."""
+"""Heads that may have a separate input projection, depending on the checkpoint."""
 
 MODEL_METHODS = frozenset({"draft_model"}) | HEADS
-"""Methods that load a checkpoint of their own; hybrid does if its model-based method does."""
+"""Methods with their own checkpoint; hybrid follows its model-based method."""
 
 LEARNING_METHODS = frozenset({"draft_model"})
-"""Methods whose weights `draft.learning` trains; hybrid's if its model-based method is one of them."""
+"""Methods with weights that `draft.learning` can train; hybrid follows its model-based method."""
 
 
 class TrustConfig(Section):
-    """Authentication of routers, drafters and targets on their gRPC streams: `certificates`, `token_file` or neither.
+    """Authentication between routers, drafters and targets over gRPC.
 
-    With neither, servers listen on loopback only, unless `insecure` is set because the network is trusted.
+    Without `certificates` and `token_file`, servers listen only on loopback; `insecure` allows other addresses on a
+    trusted network.
     """
 
     certificates: str | None = Field(
         None,
-        description="folder with tls.crt, tls.key and ca.crt for mutual TLS; {role} stands for router, drafter or"
-        " target",
+        description="folder with tls.crt, tls.key and ca.crt for mutual TLS; {role} is replaced with router, drafter"
+        " or target",
     )
     token_file: str | None = Field(
         None,
-        description="shared tokens, one per line: the first is sent, all are accepted. Not encrypted",
+        description="file of shared tokens, one per line; the first is sent, all are accepted. Traffic is not"
+        " encrypted",
     )
     insecure: bool = Field(
         False,
-        description="allow servers beyond loopback without either; every peer is trusted",
+        description="allow non-loopback addresses without authentication; trusts every peer",
     )
     reflection: bool = Field(False, description="enable gRPC reflection")
-    max_streams_per_host: Positive = Field(256, description="streams per server from one host")
+    max_streams_per_host: Positive = Field(256, description="maximum streams per server and remote host")
 
     @model_validator(mode="after")
     def _at_most_one(self) -> Self:
         given = {"certificates": self.certificates, "token_file": self.token_file, "insecure": self.insecure or None}
         named = [key for key, value in given.items() if value is not None]
         if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} are given, expected at most one of {', '.join(given)}")
+            raise ValueError(f"{' and '.join(named)} are set, expected at most one of {', '.join(given)}")
         return self
 
     @property
@@ -257,44 +262,44 @@ class TrustConfig(Section):
 
 
 class ApiKey(Section):
-    """One client's key, as its digest.
+    """A client's API key, stored as a digest.
 
-    No configuration holds the key itself; `slipstream key` makes a key and its digest.
+    `slipstream key` generates a key and its digest.
     """
 
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the key, hexadecimal")
-    max_sessions: Positive | None = Field(None, description="sessions in flight per router; else 429")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 digest of the key, in hexadecimal")
+    max_sessions: Positive | None = Field(None, description="maximum active sessions per router; otherwise 429")
     max_tokens: Positive | None = Field(
         None,
-        description="largest max_tokens, and its default; else 400",
+        description="upper limit and default of max_tokens; otherwise 400",
     )
     cache_salt: str | None = Field(
         None,
-        description="keys with one salt share cached prefixes; default: none does",
+        description="keys with the same salt share cached prefixes; default: no sharing",
     )
-    learn: bool = Field(True, description="false: requests with this key never become examples for draft.learning")
+    learn: bool = Field(True, description="false: exclude requests with this key from draft.learning")
 
 
 class TracingConfig(Section):
-    """OpenTelemetry spans of requests, from HTTP through router, drafter and target; off without an `endpoint`.
+    """OpenTelemetry traces of requests through HTTP, router, drafter and target; disabled without `endpoint`.
 
-    Needs the extra `tracing`: `pip install '.[tracing]'`.
+    Requires the extra `tracing`: `pip install '.[tracing]'`.
     """
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = Field(
         None,
-        description="OTLP/HTTP endpoint, such as http://collector:4318/v1/traces",
+        description="OTLP/HTTP endpoint, for example http://collector:4318/v1/traces",
     )
     sample: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="share of requests to trace, among those without a traceparent",
+        description="share of requests to trace; a traceparent header overrides it",
     )
     slow_s: float = Field(
         1.0,
         ge=0,
-        description="seconds from which a session's spans record each round",
+        description="minimum session duration, in seconds, to record every round",
     )
 
     @property
@@ -304,23 +309,23 @@ class TracingConfig(Section):
 
 REFUSED_VLLM_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
-        "async_scheduling": "it schedules a step before the tokens that blocks are matched against are known",
-        "speculative_config": "drafts come from drafters; set speculation.draft_tokens for their length",
+        "async_scheduling": "it schedules steps before the tokens that blocks must match are known",
+        "speculative_config": "drafters provide the drafts; set speculation.draft_tokens for their length",
         "pipeline_parallel_size": "several steps in flight are untested",
-        "data_parallel_size": "a replica is one engine; set target.replicas for their number",
+        "data_parallel_size": "a replica is one engine; set target.replicas instead",
         "decode_context_parallel_size": "it is untested",
-        "kv_transfer_config": "pages from elsewhere are untested",
-        "kv_offloading_size": "pages from elsewhere are untested",
-        "kv_offloading_backend": "pages from elsewhere are untested",
-        "scheduler_cls": "Slipstream's scheduler accepts the blocks",
-        "worker_cls": "Slipstream extends vLLM's own workers with coupled sampling",
-        "worker_extension_cls": "Slipstream's extension draws with shared noise",
-        "logits_processors": "Slipstream's processor draws with shared noise",
-        "skip_tokenizer_init": "the router handles text",
-        "runner": "a target generates",
+        "kv_transfer_config": "externally stored pages are untested",
+        "kv_offloading_size": "externally stored pages are untested",
+        "kv_offloading_backend": "externally stored pages are untested",
+        "scheduler_cls": "Slipstream needs its own scheduler to accept blocks",
+        "worker_cls": "Slipstream extends vLLM's workers with coupled sampling",
+        "worker_extension_cls": "Slipstream's own extension draws tokens with shared noise",
+        "logits_processors": "Slipstream's own processor draws tokens with shared noise",
+        "skip_tokenizer_init": "only the router tokenizes text",
+        "runner": "targets only generate text",
     }
 )
-"""Arguments that would break a guarantee or that implement one, with the reason."""
+"""Rejected vLLM arguments, with the reason."""
 
 RENAMED_VLLM_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -335,17 +340,17 @@ RENAMED_VLLM_OPTIONS: Mapping[str, str] = MappingProxyType(
         "kv_cache_memory_bytes": "target.cache_per_rank.gib",
     }
 )
-"""Arguments that have a configuration key of their own."""
+"""vLLM arguments that are set through another configuration key."""
 
 
 def faults_of(arguments: Iterable[str]) -> list[str]:
-    """Returns one message for each argument that a target does not accept."""
+    """Returns an error message for each rejected argument."""
     faults = []
     for name in arguments:
         if name in REFUSED_VLLM_OPTIONS:
             faults.append(f"vllm.{name} cannot be set: {REFUSED_VLLM_OPTIONS[name]}; remove it")
         elif name in RENAMED_VLLM_OPTIONS:
-            faults.append(f"vllm.{name} is {RENAMED_VLLM_OPTIONS[name]} here; set that instead")
+            faults.append(f"vllm.{name} cannot be set; set {RENAMED_VLLM_OPTIONS[name]} instead")
     return faults
 
 
@@ -354,37 +359,37 @@ Component = Literal["certificates", "monitoring", "disruption-budget", "gcs-faul
 
 
 class PodOptions(Section):
-    """Options of one kind of pod."""
+    """Options of one type of pod."""
 
-    cpu: Quantity = Field("2", description="CPU request; no limit")
+    cpu: Quantity = Field("2", description="CPU request; there is no limit")
     memory: Quantity = Field("8Gi", description="memory request and limit")
-    shared_memory: Quantity = Field("1Gi", description="size of /dev/shm, for NCCL and Ray's object store")
-    node_selector: dict[str, str] = Field(default_factory=dict, description="labels of the Kubernetes node")
+    shared_memory: Quantity = Field("1Gi", description="size of /dev/shm, which NCCL and Ray's object store use")
+    node_selector: dict[str, str] = Field(default_factory=dict, description="required labels of the Kubernetes node")
     tolerations: tuple[str, ...] = Field((), description="keys of tolerated taints")
 
 
 class PoolPodOptions(PodOptions):
-    """Options of a pool's pods. Their GPUs follow from the resources that the pool's replicas reserve."""
+    """Options of a pool's pods. The number of GPUs follows from the resources of the pool's replicas."""
 
-    replicas: int = Field(1, gt=0, description="pool replicas per pod")
-    idle_s: int = Field(120, gt=0, description="seconds without replicas before a pod is removed")
+    replicas: int = Field(1, gt=0, description="number of pool replicas per pod")
+    idle_s: int = Field(120, gt=0, description="idle time before a pod is removed, in seconds")
 
 
 class VolumeOptions(Section):
-    """The volume with the weights. A job fills it; all other pods mount it read-only."""
+    """The volume for model weights. A job fills it; all other pods mount it read-only."""
 
     size: Quantity = Field("100Gi", description="storage request")
     access: Literal["ReadWriteMany", "ReadWriteOnce"] = Field(
-        "ReadWriteMany", description="access mode; ReadWriteOnce: one node only"
+        "ReadWriteMany", description="access mode; ReadWriteOnce limits the deployment to one node"
     )
-    storage_class: str | None = Field(None, description="default: the cluster's")
+    storage_class: str | None = Field(None, description="storage class; default: the cluster's default class")
 
 
 class KubernetesOptions(Section):
-    """Additional settings for `slipstream k8s render`, which nothing else reads."""
+    """Settings used only by `slipstream k8s render`."""
 
-    image: str | None = Field(None, description="image of all pods")
-    components: tuple[Component, ...] = Field((), description="folders of k8s/components to deploy")
+    image: str | None = Field(None, description="container image of all pods")
+    components: tuple[Component, ...] = Field((), description="components from k8s/components to deploy")
     volume: VolumeOptions = VolumeOptions()
     head: PodOptions = PodOptions()
     router: PodOptions = PodOptions()

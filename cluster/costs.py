@@ -118,7 +118,7 @@ class CostModel(_Cost):
     @classmethod
     def _refuse_earlier_name(cls, data: Any) -> Any:
         if isinstance(data, dict) and "plain" in data:
-            raise ValueError("plain is named non_speculative now")
+            raise ValueError("plain was renamed to non_speculative")
         return data
 
     def non_speculative_s(self, rows: float) -> float:

@@ -17,7 +17,7 @@ MODELS = {"model": {"target": "t"}, "draft": {"method": "ngram"}}
     ],
 )
 def test_one_way_at_most(trust):
-    with pytest.raises(ConfigError, match=f"{' and '.join(trust)} are given, expected at most one"):
+    with pytest.raises(ConfigError, match=f"{' and '.join(trust)} are set, expected at most one"):
         validated({**MODELS, "trust": trust})
 
 

@@ -64,7 +64,7 @@ def test_environment_variables_override_the_file(config_file: Path, monkeypatch:
     [
         ("target.tensor_paralel=2", "target.tensor_paralel"),
         ("target.tensor_parallel=zero", "target.tensor_parallel"),
-        ("target.tensor_parallel", "not of the form section.key=value"),
+        ("target.tensor_parallel", "malformed; expected section.key=value"),
     ],
 )
 def test_an_invalid_config_is_one_message_with_the_key(

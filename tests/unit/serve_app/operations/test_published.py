@@ -110,5 +110,5 @@ def test_ray_finds_its_own_cluster():
 def test_an_earlier_key_is_refused_with_its_new_name(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text('{"plain": null}')
-    with pytest.raises(ConfigError, match="plain is named non_speculative now"):
+    with pytest.raises(ConfigError, match="plain was renamed to non_speculative"):
         CostModel.load(path)

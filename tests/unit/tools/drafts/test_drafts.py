@@ -67,12 +67,12 @@ def test_options_are_applied_to_the_shown_head() -> None:
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
-        ("draft.eagle.norm=both", "draft.eagle.norm: there is no such key"),
-        ("draft.dflash.quantization=int8", "method eagle does not read them"),
+        ("draft.eagle.norm=both", "draft.eagle.norm: unknown key"),
+        ("draft.dflash.quantization=int8", "method eagle does not use the options in dflash"),
         ("draft.model=other", "draft.model follows from the checkpoint"),
         ("model.max_context=9", "--set only accepts keys of the section draft"),
         ("draft=eagle", "--set only accepts keys of the section draft"),
-        ("draft.eagle.layer_ids", "is not of the form section.key=value"),
+        ("draft.eagle.layer_ids", "malformed; expected section.key=value"),
     ],
 )
 def test_unrelated_options_exit_with_2(

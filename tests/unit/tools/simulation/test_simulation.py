@@ -411,7 +411,7 @@ def test_costs_are_saved_and_loaded(tmp_path: Path, plain: ForwardCost | None):
     [
         ('{"target": {"by_tokens": [[2, 1], [1, 2]]}}', "in increasing order"),
         ('{"target": {"by_tokens": []}}', "target.by_tokens"),
-        ('{"hop": 1}', "hop: there is no such key; did you mean hop_s"),
+        ('{"hop": 1}', "hop: unknown key; did you mean hop_s"),
         ("{", "Invalid JSON"),
     ],
 )

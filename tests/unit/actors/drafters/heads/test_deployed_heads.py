@@ -309,5 +309,5 @@ def test_where_there_are_none_it_is_refused() -> None:
     with pytest.raises(ModelError, match="8-bit products are not supported on meta"):
         choose_products("int8", "bfloat16", torch.device("meta"))
     gpu = {"method": "mtp", "mtp": {"quantization": "int8"}, "resources": {"num_gpus": 1}}
-    with pytest.raises(ConfigError, match=r"mtp\.quantization int8 is for CPUs"):
+    with pytest.raises(ConfigError, match=r"mtp\.quantization int8 requires CPUs"):
         validated({"model": {"target": "t"}, "draft": gpu})

@@ -193,15 +193,15 @@ def test_without_a_head_nothing_of_the_target_is_read() -> None:
 @pytest.mark.parametrize(
     ("draft", "named"),
     [
-        ({**THEN_EAGLE, "model": "m", "draft_model": {"min_confidence": 0.5}}, "draft_model has options"),
-        ({"method": "hybrid", "model": "m", "eagle": {"max_positions": 9}}, "eagle has options"),
+        ({**THEN_EAGLE, "model": "m", "draft_model": {"min_confidence": 0.5}}, "options in draft_model"),
+        ({"method": "hybrid", "model": "m", "eagle": {"max_positions": 9}}, "options in eagle"),
         ({"method": "hybrid", "model": "m", "states": {"keep": False}}, "reads no hidden states"),
-        ({"method": "eagle", "model": "m", "hybrid": {"then": "eagle"}}, "hybrid has options"),
+        ({"method": "eagle", "model": "m", "hybrid": {"then": "eagle"}}, "options in hybrid"),
         (THEN_EAGLE, "needs a model"),
-        ({"method": "hybrid", "hybrid": {"then": "mtp"}, "model": "m"}, "takes no model"),
+        ({"method": "hybrid", "hybrid": {"then": "mtp"}, "model": "m"}, "uses no model"),
         (
             {**THEN_EAGLE, "model": "m", "eagle": {"quantization": "int8"}, "resources": {"num_gpus": 1}},
-            r"eagle\.quantization int8 is for CPUs",
+            r"eagle\.quantization int8 requires CPUs",
         ),
     ],
 )
