@@ -5,7 +5,7 @@
 
 `--draft` adds transformers' assisted generation, at concurrency 1. `--vllm` adds vLLM with that speculative_config;
 repeat it to add several. Each engine decodes greedily, in one process with its draft; arms alternate batch by batch.
-Compare the ratios with those of `pipeline.py`; the absolute speeds exclude a server and are not comparable.
+The ratios are comparable with those of `pipeline.py`; the speeds are not, because they exclude a server.
 """
 
 import argparse

@@ -151,7 +151,7 @@ def predict(point: Point, costs: CostModel, draft: DraftQuality, tokens: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch of one point."""
+    """Batch measured at a point."""
 
     point: Point
     seconds: float

@@ -21,7 +21,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One batch under one arm; `batch.repeat` is the round."""
+    """Batch measured under an arm; `batch.repeat` is the round."""
 
     batch: Batch
     work: Work | None  # None for `generate`, or if the turn outlasted the target's recording

@@ -40,6 +40,6 @@ class TellingRouter(RouterDeployment):  # type: ignore[misc]  # Serve's decorato
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Builds the application; runs in a process of its own."""
+    """Builds the application; runs in a separate process."""
     serve_app.app.RouterDeployment = TellingRouter  # type: ignore[misc]
     return serve_app.app.build(args)

@@ -41,6 +41,6 @@ class HangingDrafter(DraftDeployment):
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Builds the application; runs in a process of its own."""
+    """Builds the application; runs in a separate process."""
     serve_app.app.DraftDeployment = HangingDrafter  # type: ignore[misc]
     return serve_app.app.build(args)

@@ -74,7 +74,7 @@ class ShapedTarget(TargetDeployment):
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Builds the application; runs in a process of its own."""
+    """Builds the application; runs in a separate process."""
     serve_app.app.TargetDeployment = ShapedTarget  # type: ignore[misc]
     return serve_app.app.build(args)
 

@@ -119,15 +119,15 @@ class ReadingOnWays(WayWorld):
 
 
 class PlacesOnWays(WayWorld, PlacesWorld):
-    """Medusa's variant."""
+    """Variant with a Medusa head."""
 
 
 class TokensOnWays(WayWorld, TokensWorld):
-    """The MLP speculator's variant."""
+    """Variant with an MLPSpeculator head."""
 
 
 class EagleOnWays(WayWorld, EagleWorld):
-    """EAGLE's variant."""
+    """Variant with an EAGLE head."""
 
 
 def settings(setting: Setting) -> list[Setting]:

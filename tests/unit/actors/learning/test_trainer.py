@@ -262,7 +262,7 @@ from cluster.config import LearningOptions
 
 passes = 0
 times = iter(range(0, 10**9, 20))
-time.monotonic = lambda: float(next(times))  # twenty seconds a look, so that the state is saved at every other step
+time.monotonic = lambda: float(next(times))  # 20 s per reading, so every other step saves the state
 
 
 def killed_in_the_middle():

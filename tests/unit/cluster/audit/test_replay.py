@@ -135,7 +135,7 @@ def test_a_difference_that_nothing_can_follow_ends_the_audit(committed, plain):
 
 
 def test_if_a_fresh_target_confirms_the_committed_token_the_audits_own_token_is_measured():
-    """In this case, the audit's own cache was wrong."""
+    """A confirmed token means that the audit's own cache was wrong."""
     replay = a_replay()
     question = asked_after(replay, 10, 50)
     assert replay.receive(a_verdict(question, 11, margin=0.0)) is ANEW
