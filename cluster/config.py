@@ -81,7 +81,7 @@ Seconds = Annotated[float, Field(gt=0)]
 class ModelConfig(Section):
     """The served model."""
 
-    target: str = Field(description="Hugging Face id or folder of the target model; relative to the file")
+    target: str = Field(description="Hugging Face id, or folder (relative to the config file)")
     served_name: str | None = Field(None, description="model name in the API; default: last part of `model.target`")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="data type of weights and activations, for target and draft"
@@ -128,7 +128,7 @@ class CacheConfig(Section):
     gib: float | None = Field(
         None,
         gt=0,
-        description="cache size; default on CPUs: max_sessions times max_context tokens, up to half of the free"
+        description="cache size in GiB; default on CPUs: max_sessions times max_context tokens, up to half of the free"
         " memory; on GPUs: nine tenths of the memory, or of the num_gpus share",
     )
 
