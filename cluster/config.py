@@ -200,8 +200,8 @@ class TargetPool(Section):
     )
     step_timeout_s: Seconds = Field(
         60,
-        description="maximum duration of a step, in seconds, before the replica is replaced. The limit is lower if"
-        " thirty times the measured duration is less, but at least ten seconds",
+        description="maximum duration of a step, in seconds; the actual limit is thirty times the measured duration,"
+        " between ten seconds and this value",
     )
     start_timeout_s: Seconds = Field(
         3600, description="maximum time to load and profile the model, in seconds, before the replica is replaced"

@@ -1,6 +1,6 @@
-"""Writes the generated half of docs/configuration.md, or checks that it is current.
+"""Updates the generated part of docs/configuration.md, or checks that it is up to date.
 
-Text above the marker in the page is written by hand and stays.
+Keeps the text above the marker, which is written by hand.
 """
 
 import argparse
@@ -20,18 +20,18 @@ Json = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """One key of the configuration: its section, its own name, and the cells of its row."""
+    """A configuration key and the cells of its table row."""
 
     section: str
     name: str
     kind: str
     default: str
     meaning: str
-    note: str  # about the section, where another section uses it
+    note: str  # description of the section at the place of its use
 
     @property
     def content(self) -> tuple[str, ...]:
-        """Everything that does not depend on the section."""
+        """The fields that do not depend on the section."""
         return self[1:5]
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Key(NamedTuple):
 
 
 def all_keys() -> list[Key]:
-    """Returns every key in the order of the configuration; NAME stands for a name that users choose."""
+    """Returns all keys in configuration order; NAME stands for a user-defined name."""
     schema = SlipstreamConfig.model_json_schema()
     return [
         key for name, field in schema["properties"].items() for key in _keys(schema, _definition(schema, field), name)
@@ -61,7 +61,7 @@ def _keys(schema: Json, section: Json, name: str, note: str = "") -> Iterator[Ke
 
 
 def key_tables() -> str:
-    """Returns a table for each top-level section. A key that an earlier section describes is a reference to it."""
+    """Returns a table per top-level section; keys described in an earlier section become references."""
     schema = SlipstreamConfig.model_json_schema()
     sections: dict[str, list[Key]] = {}
     for key in all_keys():
@@ -79,7 +79,7 @@ def key_tables() -> str:
 
 
 def _section_rows(section: str, keys: list[Key], described: Mapping[str, set[tuple[str, ...]]]) -> Iterator[str]:
-    """Yields a row per key, and a row for all keys that equal those of the most similar section described so far."""
+    """Yields one row per key, and a single row for all keys shared with the most similar earlier section."""
     own = {key.content for key in keys}
     like = max(described, key=lambda other: len(described[other] & own), default="")
     shared = [key for key in keys if key.content in described.get(like, ())]
@@ -98,13 +98,13 @@ def _section_rows(section: str, keys: list[Key], described: Mapping[str, set[tup
 
 
 def _definition(schema: Json, field: Json) -> Json:
-    """The section that a field refers to, or the field itself."""
+    """Returns the section that a field refers to, or the field itself."""
     reference = next((part["$ref"] for part in [field, *field.get("anyOf", [])] if "$ref" in part), None)
     return field if reference is None else schema["$defs"][reference.rpartition("/")[2]]
 
 
 def _values(field: Json) -> Json:
-    """Returns the schema of a mapping's values; empty for other types."""
+    """Returns the value schema of a mapping; empty for other types."""
     values = field.get("additionalProperties")
     return values if isinstance(values, dict) else {}
 
@@ -126,7 +126,7 @@ def _kind(field: Json) -> str:
 
 
 def _bounded(kind: str, field: Json) -> str:
-    """Returns the kind of a number with its bounds."""
+    """Returns a number's type with its bounds."""
     words = {"exclusiveMinimum": "> {}", "minimum": "≥ {}", "exclusiveMaximum": "< {}", "maximum": "≤ {}"}
     bounds = {key: field[key] for key in words if key in field}
     if bounds == {"exclusiveMinimum": 0}:
@@ -148,21 +148,21 @@ PAGES = {ROOT / "docs" / "configuration.md": key_tables}
 
 
 def page(path: Path) -> str:
-    """The page as it should be: what was written by hand, and what is generated now."""
+    """Returns the current page: its handwritten part and the newly generated part."""
     by_hand, marker, _ = path.read_text(encoding="utf-8").partition(MARKER)
     if not marker:
-        raise SystemExit(f"{path.relative_to(ROOT)} has lost its marker: {MARKER.strip()}")
+        raise SystemExit(f"{path.relative_to(ROOT)} has no marker; restore the line {MARKER.strip()}")
     return by_hand + marker + PAGES[path]() + "\n"
 
 
 def stale_pages() -> list[str]:
-    """The pages whose generated half is not what would be generated now."""
+    """Returns the names of pages with an outdated generated part."""
     return [path.name for path in PAGES if path.read_text(encoding="utf-8") != page(path)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="compare only; exit 1 when a page is stale")
+    parser.add_argument("--check", action="store_true", help="compare only; exit with status 1 if a page is stale")
     if not parser.parse_args().check:
         for path in PAGES:
             path.write_text(page(path), encoding="utf-8")

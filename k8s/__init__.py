@@ -1,1 +1,1 @@
-"""Manifests that `slipstream k8s render` builds on, and the image; a package so that they are installed with it."""
+"""Image and manifest templates for `slipstream k8s render`; a Python package, so that they are installed."""

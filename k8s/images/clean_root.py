@@ -1,7 +1,7 @@
-"""Runs the Dockerfile's steps in an empty Debian, where there is no Docker: `make image-steps VARIANT=cpu`, as root.
+"""Runs the Dockerfile's steps in an empty Debian root, without Docker: `make image-steps VARIANT=cpu`, as root.
 
-What differs from a build: Debian's own Python, as a venv in /usr/local, stands in for the official image's; all stages
-share one root; and steps see this machine's certificates and its settings of pip (PIP_*), folders of wheels among them.
+There are three differences from a Docker build. Python is Debian's, as a venv in /usr/local. All stages share one root.
+Steps use this machine's certificates and pip settings (PIP_*), including folders of wheels.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 class Failure(Exception):
-    """A step has failed, or cannot be run."""
+    """A step has failed or is not supported."""
 
 
 def parsed(dockerfile: str) -> list[Step]:
@@ -52,7 +52,7 @@ def parsed(dockerfile: str) -> list[Step]:
 
 
 def leading_to_the_last(steps: list[Step], variant: str) -> tuple[str, list[Step]]:
-    """The image that a variant begins with, and the steps of all stages from it to the last one."""
+    """Returns the base image of a variant, and the steps of all its stages, up to the last stage."""
     stages: dict[str, tuple[str, list[Step]]] = {}
     name = ""
     for step in steps:
@@ -71,14 +71,14 @@ def leading_to_the_last(steps: list[Step], variant: str) -> tuple[str, list[Step
 
 
 def is_ignored(path: PurePosixPath, patterns: list[str]) -> bool:
-    """Returns True if the build excludes a path of the context; the last matching pattern decides."""
+    """Returns True if the build context excludes the path; the last matching pattern decides."""
     places = [str(place) for place in (path, *path.parents)]
     fitting = [one for one in patterns if any(fnmatch(place, one.removeprefix("!")) for place in places)]
     return bool(fitting) and not fitting[-1].startswith("!")
 
 
 class CleanRoot:
-    """A folder with a Debian of its own, and what its steps have set so far."""
+    """A Debian root folder, with the environment set by its steps."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -87,7 +87,9 @@ class CleanRoot:
         self.user = "0"
 
     def begin(self, image: str) -> None:
-        """Creates the root with the Debian and Python versions in a name like `python:3.11-slim-bookworm`."""
+        """Creates the root for an image name such as `python:3.11-slim-bookworm`, which contains the Python and Debian
+        versions.
+        """
         version, _, suite = image.partition("@")[0].removeprefix("python:").split("-")
         made = ["debootstrap", "--variant=minbase", "--include=ca-certificates,python3-venv", suite, str(self.root)]
         subprocess.run(["unshare", "--mount", *made], check=True)
@@ -101,7 +103,7 @@ class CleanRoot:
         env = {"HOME": home, **PIP, **self.env}
         code = subprocess.run([*apart, *READABLE, "--", *inside], env=env, check=False).returncode
         if code:
-            raise Failure(f"it ended with {code}")
+            raise Failure(f"exit status {code}")
 
     def copy(self, sources: list[str], target: str) -> None:
         ignore = (IMAGES / "Dockerfile.dockerignore").read_text().splitlines()
@@ -114,14 +116,14 @@ class CleanRoot:
 
         for source in sources:
             if is_ignored(PurePosixPath(source), patterns) or not (CONTEXT / source).exists():
-                raise Failure(f"the build has no {source}")
+                raise Failure(f"{source} is missing from the build context; check Dockerfile.dockerignore")
             if (CONTEXT / source).is_dir():
                 shutil.copytree(CONTEXT / source, place, ignore=left_out, dirs_exist_ok=True)
             else:
                 shutil.copy(CONTEXT / source, place)
 
     def place(self, path: PurePosixPath) -> Path:
-        """Returns the path on this machine of a path in the root."""
+        """Returns the host path of a path in the root."""
         return self.root / path.relative_to("/")
 
     def take(self, step: Step) -> None:
@@ -142,13 +144,13 @@ class CleanRoot:
             case "USER":
                 self.user = step.rest
             case _:
-                raise Failure("this script does not know such a step")
+                raise Failure("unsupported instruction; add it to CleanRoot.take")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Runs the Dockerfile's steps in an empty Debian.")
+    parser = argparse.ArgumentParser(description="Runs the Dockerfile's steps in an empty Debian root.")
     parser.add_argument("variant", choices=["cpu", "gpu", "vllm"])
-    parser.add_argument("--keep", type=Path, help="the folder of the root, which stays; else it is a temporary one")
+    parser.add_argument("--keep", type=Path, help="folder for the root, which is kept; default: a temporary folder")
     asked = parser.parse_args()
     image, steps = leading_to_the_last(parsed((IMAGES / "Dockerfile").read_text()), asked.variant)
     with TemporaryDirectory(prefix="clean-root-") as folder:
@@ -159,8 +161,8 @@ def main() -> None:
             try:
                 clean.take(step)
             except Failure as failure:
-                sys.exit(f"step {number} of {len(steps)} failed, {step.word} {step.rest}: {failure}")
-    print(f"all {len(steps)} steps of {asked.variant} ran, the image's own command last")
+                sys.exit(f"step {number} of {len(steps)} failed: {step.word} {step.rest}: {failure}")
+    print(f"all {len(steps)} steps of {asked.variant} succeeded, including the image's command")
 
 
 if __name__ == "__main__":
