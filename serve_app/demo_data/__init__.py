@@ -1,7 +1,8 @@
 """The demo's data, installed with the package: configuration, draft model, bench prompts and training examples.
 
 `replay.jsonl` holds general dialogues with the demo's target, as token ids. They prevent forgetting when the draft
-learns from traffic. `examples/distillation/replay.py` writes the file. `support.py` generates traffic to learn from.
+learns from traffic. `examples/distillation/replay.py` writes the file. `support.py` and `sql.py`
+generate traffic to learn from.
 """
 
 from importlib import resources
