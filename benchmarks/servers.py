@@ -5,6 +5,8 @@ their turns instead of being suspended: Serve's health checks and gRPC's keep-al
 dead. Benchmarks report the CPU time of idle servers.
 """
 
+import os
+import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -39,6 +41,18 @@ PINNED = (
     "target.resources_per_rank.num_cpus=0.1",
     "draft.resources.num_cpus=0.1",
 )
+
+
+FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")  # what decides the models' kernels
+
+
+def processor() -> str:
+    """Returns the processor's name, its number of cores, and its vector and matrix units."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines())
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    units = [flag for flag in FLAGS if flag in facts.get("flags", "").split()]
+    name = facts.get("model name", platform.processor())
+    return f"{name}, {os.cpu_count()} cores, {', '.join(units)}{'' if 'amx_bf16' in units else ', no AMX'}"
 
 
 @dataclass(frozen=True, slots=True)
