@@ -37,7 +37,7 @@ class TargetReport:
 class DraftReport:
     """Report of one drafter for the time since its previous report."""
 
-    shared: float = 0.0  # share of time that requested passes took in excess of single-session passes
+    shared: float = 0.0  # excess time of requested passes over single-session passes, as a share of time
     late: float = 0.0  # share of requested blocks that were late
 
 

@@ -43,7 +43,7 @@ from protos.draft_tree import MAX_BLOCK_TOKENS
 
 
 def error_lines(error: ValidationError, model: type[BaseModel], whole: str) -> list[str]:
-    """Returns one line per error; `whole` replaces the key in errors without one."""
+    """Returns one line per error; `whole` is the label of errors that concern no single key."""
     return [f"{'.'.join(map(str, fault['loc'])) or whole}: {_message(fault, model)}" for fault in error.errors()]
 
 

@@ -333,7 +333,7 @@ class DraftRequest:
 
 @value
 class States:
-    """The target's hidden states from position `first` on; `prefix_hash` covers all tokens up to the last row's."""
+    """The target's hidden states from position `first` on; `prefix_hash` covers all tokens up to the last row."""
 
     session: str
     first: int

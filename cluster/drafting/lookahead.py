@@ -1,8 +1,7 @@
 """Lookahead: drafts one block per likely outcome of the current verification until the verdict is due.
 
-The search drafts for the likeliest outcomes first, which resembles a speculation cache (Kumar et al. 2026, arXiv
-2603.03251). The drafting method extends branches and the caller passes in the time, so all methods and the simulator
-share the search.
+The likeliest outcomes come first. The result is a speculation cache (Kumar et al. 2026, arXiv 2603.03251). The drafting
+method extends branches and the caller passes in the time, so all methods and the simulator share the search.
 
 `PendingPositions` stores predictions for undecided positions for later calibration. `ForwardTime` fits the duration of
 a forward pass to its number of rows. `DraftTiming` scales the startup profile by measured passes, because other work on

@@ -334,7 +334,7 @@ class Assignment:
     seeking_since: float  # time of arrival or of the loss of its target
     counted_target: str | None = None  # replicas whose session counts include this session
     counted_drafter: str | None = None
-    was_replaced: bool = False  # True after it left a bad drafter
+    was_replaced: bool = False  # True after the session left a bad drafter
     served_by: frozenset[str] = frozenset()  # all targets assigned so far
 
     @property

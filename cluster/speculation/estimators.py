@@ -212,7 +212,7 @@ class AcceptanceCounts:
     """Block counts by draft position since startup, up to the longest requested draft (at most MAX_POSITIONS)."""
 
     reached: tuple[int, ...] = ()  # number of blocks requested up to this position with all earlier positions accepted
-    accepted: tuple[int, ...] = ()  # number of blocks among `reached` with this position accepted
+    accepted: tuple[int, ...] = ()  # number of `reached` blocks with this position accepted
 
     def after(self, requested: int, accepted: int) -> "AcceptanceCounts":
         """Returns the counts after a verified block.

@@ -65,7 +65,7 @@ class StateRecompute:
             feed.begin(max(feed.sent, min(feed.begin_by, self._first_there(session))))
 
     def rewind(self, sessions: Iterable[TargetSequence]) -> None:
-        """Rolls back sessions whose drafters lack unreadable states. Call this before planning a step."""
+        """Rolls back sessions that must recompute states for their drafters. Call this before planning a step."""
         for session in sessions:
             feed = session.live_feed
             if feed is None:

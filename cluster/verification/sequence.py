@@ -131,7 +131,7 @@ class DraftExchange:
     _is_read: bool = False  # True after the drafter's first answer, whose delay includes prefill
 
     def attach(self, length: int) -> None:
-        """Records a new drafter that will receive all `length` tokens and the current request."""
+        """Records the attachment of a drafter, which is sent all `length` tokens and the current request."""
         self._is_read = False
         self.send(length)
 
