@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from actors.learning import versions
 from actors.learning.versions import VersionFolder
 from cluster.errors import ModelError
 from cluster.learning import Manifest, State
+from tests.unit.actors.learning.drafts import full_disk
 
 WEIGHTS = "model.safetensors"
 
@@ -144,7 +144,7 @@ def test_partial_folders_go_once_their_writer_must_have_ended(tmp_path: Path) ->
     now[0] = partial.stat().st_mtime + 60
     folder.remove_old(4)
     assert partial.is_dir()
-    now[0] += versions.ABANDONED_S
+    now[0] += 7 * 86_400
     folder.remove_old(4)
     assert not partial.exists()
 
@@ -171,8 +171,8 @@ def killed_at(patch: pytest.MonkeyPatch, step: int) -> None:
         return counted
 
     patch.setattr(shutil, "rmtree", before(shutil.rmtree))
-    patch.setattr(versions, "_write", before(versions._write))
-    patch.setattr(versions, "_sync", before(versions._sync))
+    patch.setattr(os, "open", before(os.open))
+    patch.setattr(os, "fsync", before(os.fsync))
     patch.setattr(os, "chmod", before(os.chmod))
     patch.setattr(Path, "mkdir", before(Path.mkdir))
     patch.setattr(Path, "rename", before(Path.rename))
@@ -234,17 +234,11 @@ def test_a_full_disk_leaves_no_half_version(tmp_path: Path) -> None:
     assert folder.current() == 1
 
 
-def test_a_full_disk_keeps_the_current_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_current_version(tmp_path: Path) -> None:
     folder = VersionFolder(tmp_path)
     add(folder)
     add(folder, parent=1, promote=False)
-
-    def no_space(path: Path, text: str) -> None:
-        path.touch()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(versions, "_write", no_space)
-    with pytest.raises(ModelError, match="No space left"):
+    with full_disk(0), pytest.raises(ModelError, match="cannot be written"):
         folder.promote(2)
     assert folder.current() == 1
     assert names(tmp_path) == {"0001", "0002", "current.json", ".lock"}
