@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from pydantic_core import ErrorDetails
 
 from cluster.config_sections import (
+    HEADS,
     LEARNING_METHODS,
     METHOD_SECTIONS,
     MODEL_METHODS,
@@ -364,6 +365,11 @@ class DraftPool(Section):
             raise ValueError(
                 f"method {self.method} does not support learning; remove learning, or set method to one of"
                 f" {', '.join(sorted(LEARNING_METHODS))}"
+            )
+        if self.learning.replay is not None and self.model_method in HEADS:
+            raise ValueError(
+                "learning.replay needs the target's states, which a head's trainer does not compute; remove it: older"
+                " examples are rehearsed"
             )
         if self.learning.resources.background and self.resources.num_gpus:
             raise ValueError("learning.resources is idle, which requires CPUs; set the trainer's resources explicitly")

@@ -56,6 +56,7 @@ from serve_app.replica_counters import (
     counted_families,
     drafter_counts,
     example_counts,
+    kept_states_counts,
     routed_counts,
     target_counts,
     version_counts,
@@ -314,6 +315,9 @@ class DraftDeployment(_ReplicaDeployment):
         self._mirror = RayMirror(self._families)
         self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
         self._work = asyncio.create_task(run_logged("the drafting loop", self._drafter.run()))
+        self._recorder = started.recorder
+        if started.recorder is not None:
+            self._ending.push_async_callback(asyncio.to_thread, started.recorder.end)
         self._ending.push_async_callback(self._leave)
         self._reload = self._start_reload(started, is_background)
 
@@ -350,6 +354,8 @@ class DraftDeployment(_ReplicaDeployment):
         if self._reload is not None:
             yield from counted_families(version_counts(self._reload.counts))
             yield from version_levels(self._reload.summary())
+        if self._recorder is not None:
+            yield from counted_families(kept_states_counts(self._recorder.counts))
 
     def inspect(self) -> dict[str, Any]:
         """Returns this drafter's state and counters, for status and tests."""
@@ -361,6 +367,7 @@ class DraftDeployment(_ReplicaDeployment):
             "method": self._method,
             "load_check": self._drafter.scheduler.sessions.load_check.summary(),
             "counts": dict(self._drafter.scheduler.counts),
+            "kept_states": {} if self._recorder is None else dict(self._recorder.counts),
             "draft_version": None if self._reload is None else self._reload.summary(),
             "costs": self._drafter.timing.cost.model_dump_json(),
             "refused": dict(self._drafter.refused),

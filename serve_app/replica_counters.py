@@ -57,6 +57,7 @@ HELP = {
     " acceptance; and failed reads of the folder",
     "slipstream_audits": "Requests selected for audits, by outcome",
     "slipstream_examples": "Sessions offered as examples: kept, near-duplicate, dropped under load, or failed to write",
+    "slipstream_example_states": "Sessions whose hidden states a drafter kept as examples, dropped, or failed to write",
     "slipstream_routed_sessions": "Sessions assigned to targets by an expected cached prefix, or by load alone",
     "slipstream_refused_messages": "Malformed messages, by kind",
     "slipstream_refused_peers": "Streams and messages refused for their sender, by cause",
@@ -132,6 +133,11 @@ def audit_counts(audits: Audits) -> Counts:
 def example_counts(examples: Mapping[str, int]) -> Counts:
     """Returns a router's counts of sessions offered as examples."""
     return {"slipstream_examples": dict(examples)}
+
+
+def kept_states_counts(sessions: Mapping[str, int]) -> Counts:
+    """Returns a drafter's counts of sessions whose hidden states it offered."""
+    return {"slipstream_example_states": dict(sessions)}
 
 
 def routed_counts(routed: Mapping[str, int]) -> Counts:

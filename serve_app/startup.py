@@ -15,14 +15,24 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import ray
 from ray.util import get_current_placement_group
 
+from actors.drafters.heads.files import head_folder
 from actors.drafters.loading import published_acceptance
 from actors.drafters.pass_profile import profile_drafting
-from actors.drafters.registry import DraftSetup, capture_spec, create_method, state_bounds, states_format
+from actors.drafters.registry import (
+    DraftSetup,
+    capture_spec,
+    create_method,
+    state_bounds,
+    states_format,
+    states_kind,
+)
 from actors.engine.executor import Engine
 from actors.engine.process import device_of, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankReport, RankSpec
 from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.learning.conversations import read_examples
+from actors.learning.examples import ExampleStore, StateRecorder
+from actors.learning.head_loading import head_learning
 from actors.learning.reload import CONFIGURED, LearnedDraft, Version
 from actors.learning.trainer import Draft, Trainer
 from actors.learning.versions import VersionFolder
@@ -37,7 +47,7 @@ from actors.models.checkpoint import (
 )
 from actors.vllm_engine.engine import VllmEngine
 from cluster.config import DraftPool, SlipstreamConfig, TargetPool
-from cluster.config_sections import TrustConfig
+from cluster.config_sections import HEADS, TrustConfig
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import DraftingMethod, ExchangesWeights
 from cluster.drafting.session_table import DrafterLimits
@@ -46,6 +56,7 @@ from cluster.learning import Example
 from cluster.page_allocator import SessionMemory
 from cluster.routing.ray_membership import NODE, ZONE
 from cluster.verification.scheduler import VerificationLimits
+from protos.messages import StatesFormat
 
 log = logging.getLogger(__name__)
 
@@ -147,14 +158,14 @@ def start_trainer(config: SlipstreamConfig, should_stop: Callable[[], bool]) -> 
     """Returns a trainer for the configured draft. Raises ConfigError or ModelError."""
     learning = config.draft.learning
     assert learning is not None, "a trainer requires a draft that learns"
-    assert config.draft.model is not None, "learning requires a draft model"
     target = local_folder(config.model.target, with_weights=False)
     draft = Draft(
-        folder=local_folder(config.draft.model),
+        folder=_draft_folder(config.draft),
         method=config.draft.model_method,
         target=checkpoint_fingerprint(target),
         draft_tokens=config.speculation.draft_tokens,
         device=device_of(learning.resources),
+        head=head_learning(config.draft, config.model.target) if config.draft.model_method in HEADS else None,
     )
     replay: list[Example] = []
     if learning.replay is not None:
@@ -246,6 +257,7 @@ class StartedDrafter:
     first_token_acceptance: float | None  # published with the draft, or measured when the version was learned
     learned: LearnedDraft | None = None
     version: int = CONFIGURED
+    recorder: StateRecorder | None = None  # if the draft learns from hidden states
 
 
 def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
@@ -254,6 +266,7 @@ def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
     states = states_format(config.draft, files.folder)
     bounds = state_bounds(config.draft, files.folder)
     grammars = grammars_of(partial(load_grammar_vocabulary, files.folder))
+    recorder = None if states is None else state_recorder(config.draft, states)
     setup = DraftSetup(
         dtype=config.model.dtype,
         max_context=config.model.max_context,
@@ -262,6 +275,7 @@ def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
         target=config.model.target,
         states=states,
         makers=() if grammars is None else (grammars.draft_masking,),
+        recorder=recorder,
     )
     max_sessions = config.draft.max_sessions
     limits = DrafterLimits(max(files.tokens) + 1, config.model.max_context, max_sessions, states, bounds)
@@ -272,16 +286,28 @@ def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
     else:
         version = _use_current(learned, method)
         number, figure = version.number, version.first_token_acceptance
-    return StartedDrafter(files, method, limits, profile_drafting(method, limits), figure, learned, number)
+    return StartedDrafter(files, method, limits, profile_drafting(method, limits), figure, learned, number, recorder)
+
+
+def state_recorder(draft: DraftPool, layout: StatesFormat) -> StateRecorder | None:
+    """Starts keeping the hidden states of sessions that a head may learn from; None if the draft does not learn."""
+    if draft.learning is None:
+        return None
+    return StateRecorder(partial(ExampleStore.of, draft.learning), states_kind(draft, layout), layout.row_bytes)
 
 
 def learned_draft(draft: DraftPool, target: str) -> LearnedDraft | None:
     """Returns the draft's learned versions for a target fingerprint; None if the draft does not learn."""
     if draft.learning is None:
         return None
-    assert draft.model is not None, "learning requires a draft model"
-    configured = Version(CONFIGURED, local_folder(draft.model), published_acceptance(draft))
+    configured = Version(CONFIGURED, _draft_folder(draft), published_acceptance(draft))
     return LearnedDraft(VersionFolder(Path(draft.learning.folder).expanduser()), configured, target)
+
+
+def _draft_folder(draft: DraftPool) -> Path:
+    """Returns the folder of the configured draft, downloading it if needed."""
+    assert draft.model is not None, "learning requires a draft model"
+    return head_folder(draft) if draft.model_method in HEADS else local_folder(draft.model)
 
 
 def _use_current(learned: LearnedDraft, method: DraftingMethod) -> Version:

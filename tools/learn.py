@@ -28,8 +28,8 @@ from serve_app.tables import table
 if TYPE_CHECKING:
     import torch
 
+    from actors.learning.trainee import TrainingOptions
     from actors.learning.trainer import Trained
-    from actors.learning.training import TrainingOptions
     from cluster.learning import Example
 
 learn_app = typer.Typer(
@@ -83,8 +83,8 @@ def run(
         raise ConfigError(f"{out} exists; name a new folder with --out")
     import torch
 
+    from actors.learning.trainee import TrainingOptions
     from actors.learning.trainer import trainer_lock
-    from actors.learning.training import TrainingOptions
     from actors.models.checkpoint import local_folder
 
     torch.set_num_threads(threads or os.cpu_count() or 1)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.config import DraftPool
 from cluster.config_sections import STATE_READERS
 from cluster.drafting.hidden_state_receiver import NO_BOUNDS, StateBounds
-from cluster.drafting.method import DraftingMethod
+from cluster.drafting.method import DraftingMethod, RecordsStates
 from protos.frozen import value
 from protos.messages import StateDtype, StatesFormat, StatesNeeded
 
@@ -41,6 +41,7 @@ class DraftSetup:
     target: str  # Hugging Face id or folder of the target, whose weights some methods use
     states: StatesFormat | None = None  # encoding of the target's hidden states, if the method reads them
     makers: "tuple[Maker, ...]" = ()  # additional factories of logits processors, with inputs other than the Open
+    recorder: RecordsStates | None = None  # keeps the hidden states of sessions that the draft may learn from
 
 
 MODULES: Mapping[str, str] = MappingProxyType(
@@ -86,6 +87,11 @@ def states_format(draft: DraftPool, target: Path) -> StatesFormat | None:
     """Returns the encoding of hidden states; None if the method reads none."""
     needed = states_needed(draft, target)
     return None if needed is None else _format(draft, needed)
+
+
+def states_kind(draft: DraftPool, layout: StatesFormat) -> str:
+    """Names the rows of hidden states in examples: others cannot train the configured head."""
+    return f"{layout.width} {layout.dtype.name.lower()} {draft.model}"
 
 
 def state_bounds(draft: DraftPool, target: Path) -> StateBounds:

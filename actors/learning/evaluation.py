@@ -22,6 +22,7 @@ from torch import Tensor
 
 from actors.learning.trainable import (
     Pass,
+    Row,
     RowLimits,
     TrainableDraft,
     collate,
@@ -67,19 +68,36 @@ def score_loaded(
     pause: Callable[[], None] = do_nothing,
 ) -> list[SessionScore]:
     """Scores a loaded draft like `score_draft`."""
-    cut = draft.rows(examples, limits)
+    return score_rows(
+        draft.rows(examples, limits),
+        [len(example.answer) for example in examples],
+        lambda rows: matches_of(draft, collate(rows, draft.device)),
+        draft_tokens,
+        pass_tokens,
+        pause,
+    )
+
+
+def score_rows(
+    cut: Sequence[Sequence[Row]],  # rows by example
+    lengths: Sequence[int],  # tokens to count, by example; those that no row predicts are the first, and are wrong
+    matches_in: Callable[[Sequence[Row]], list[list[list[bool]]]],  # as `matches_of`
+    draft_tokens: int,
+    pass_tokens: int,
+    pause: Callable[[], None],
+) -> list[SessionScore]:
+    """Scores examples by the matches in their rows."""
     rows = [row for own in cut for row in own]
     matches: dict[int, list[list[bool]]] = {}  # by index in `rows`
     for group in grouped(rows, pass_tokens):
         pause()
-        found = matches_of(draft, collate([rows[index] for index in group], draft.device))
-        matches |= zip(group, found, strict=True)
+        matches |= zip(group, matches_in([rows[index] for index in group]), strict=True)
     scores = []
     first = 0
-    for example, own in zip(examples, cut, strict=True):
+    for length, own in zip(lengths, cut, strict=True):
         of_example = [matches[index] for index in range(first, first + len(own))]
         first += len(own)
-        lost = len(example.answer) - sum(row.predicted for row in own)  # first token of a text without a prompt
+        lost = length - sum(row.predicted for row in own)
         columns = [sum(column, [False] * lost) for column in zip(*of_example, strict=True)] or [[False] * lost]
         scores.append(score(columns[0], draft_tokens, columns[1:]))
     return scores
@@ -107,9 +125,10 @@ def matches_of(draft: TrainableDraft, batch: Pass) -> list[list[list[bool]]]:
         matched = torch.zeros_like(found[0])
         matched[asked] = True
         found.append(matched)
-    by_row = [_split(column, batch.sizes) for column in found]
-    return [[rows[index] for rows in by_row] for index in range(len(batch.sizes))]
+    return by_row(found, batch.sizes)
 
 
-def _split(matched: Tensor, sizes: Sequence[int]) -> list[list[bool]]:
-    return [part.tolist() for part in torch.split(matched, list(sizes))]
+def by_row(matched: Sequence[Tensor], sizes: Sequence[int]) -> list[list[list[bool]]]:
+    """Splits matches, (positions,) for each distance, by row."""
+    parts = [[part.tolist() for part in torch.split(column, list(sizes))] for column in matched]
+    return [[rows[index] for rows in parts] for index in range(len(sizes))]

@@ -71,6 +71,9 @@ END;
 """
 
 
+HAS_STATES = "(? = '' OR session IN (SELECT session FROM states WHERE kind = ?))"
+
+
 @value
 class StoreSize:
     """Counts of stored examples."""
@@ -194,12 +197,15 @@ class ExampleStore:
         with self._transaction() as run:
             self._drop_excess(run)
 
-    def read(self, target: str, after: int = 0) -> list[Example]:
-        """Returns a target's examples with ids above `after`, oldest first, except those beyond the maximum age."""
+    def read(self, target: str, after: int = 0, kind: str = "") -> list[Example]:
+        """Returns a target's examples with ids above `after`, oldest first, except those beyond the maximum age.
+
+        With `kind`, only those with states of this kind.
+        """
         rows = self._connection.execute(
             "SELECT prompt, answer, key, prompt_version, session FROM examples"
-            " WHERE target = ? AND id > ? AND created >= ? ORDER BY id",
-            (target, after, self._clock() - self._max_age_s),
+            f" WHERE target = ? AND id > ? AND created >= ? AND {HAS_STATES} ORDER BY id",
+            (target, after, self._clock() - self._max_age_s, kind, kind),
         )
         return [
             Example(_unpacked(prompt), _unpacked(answer), Source(key, version), session)
@@ -221,24 +227,17 @@ class ExampleStore:
             self._drop_excess(run)
         return Counter(kept=len(states))
 
-    def states_span(self, session: str, kind: str) -> tuple[int, int] | None:
-        """Returns the position of the first of a session's states, and their bytes; None if it has none of the kind."""
-        found: tuple[int, int] | None = self._connection.execute(
-            "SELECT first, LENGTH(rows) FROM states WHERE session = ? AND kind = ?", (session, kind)
-        ).fetchone()
-        return found
+    def states_of(self, session: str) -> KeptStates | None:
+        """Returns a session's states; None if it has none."""
+        found = self._connection.execute("SELECT * FROM states WHERE session = ?", (session,)).fetchone()
+        return None if found is None else KeptStates(found[0], found[2], found[3], found[4])
 
-    def states_of(self, session: str) -> bytes:
-        """Returns a session's encoded states; empty if it has none."""
-        found = self._connection.execute("SELECT rows FROM states WHERE session = ?", (session,)).fetchone()
-        return b"" if found is None else bytes(found[0])
-
-    def size(self, target: str | None = None, after: int = 0) -> StoreSize:
-        """Returns counts for one target, or for all, of examples with ids above `after`."""
+    def size(self, target: str | None = None, after: int = 0, kind: str = "") -> StoreSize:
+        """Returns counts for one target, or for all, of the examples that `read` returns."""
         row = self._connection.execute(
             "SELECT COUNT(*), COALESCE(SUM(tokens), 0), COALESCE(MAX(id), ?) FROM examples"
-            " WHERE id > ? AND (? IS NULL OR target = ?)",
-            (after, after, target, target),
+            f" WHERE id > ? AND (? IS NULL OR target = ?) AND {HAS_STATES}",
+            (after, after, target, target, kind, kind),
         ).fetchone()
         return StoreSize(*row)
 
@@ -362,9 +361,9 @@ class ExampleWriter(StoreWriter[Example]):
 
 
 PROMPT_STATES = 512  # states kept before an answer; a trainer reads no more
-SESSION_BYTES = 16 << 20  # most bytes of states kept of one session: its first ones
+SESSION_BYTES = 8 << 20  # most bytes of states kept of one session: its first ones
 OPEN_BYTES = 256 << 20  # most bytes of states of open sessions
-QUEUED_STATES = 16  # most sessions whose states wait to be written
+QUEUED_STATES = 64  # most sessions whose states wait to be written
 
 
 @dataclass(slots=True)

@@ -33,13 +33,14 @@ from actors.learning.versions import MANIFEST
 from actors.models.checkpoint import load_model
 from actors.models.decoder import decoder_for, is_llama_kind
 from actors.models.layer_subset import context_length
-from actors.models.weights import INDEX, SINGLE, is_finite, stored_tensors
+from actors.models.weights import INDEX, SINGLE, stored_tensors
 from cluster.errors import ModelError
 from cluster.learning import Example
 from protos.frozen import value
 
 POSITIONS_AT_ONCE = 256  # positions per slice of logits
 ATTENTION = "slipstream_training"
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth"})
 FUSED_FROM = 512  # tokens per row; storing the scores of longer rows takes too much memory
 
 
@@ -70,6 +71,8 @@ class Row:
 
     tokens: tuple[int, ...]
     predicted: int
+    session: str = ""  # whose hidden states are read with the tokens, for heads
+    first: int = 0  # position of the first token in the example
 
 
 def rows_of(example: Example, limits: RowLimits) -> list[Row]:
@@ -209,12 +212,6 @@ class TrainableDraft(nn.Module):
                 )
             found.append(rows_of(example, limits))
         return found
-
-    def check_finite(self, step: int) -> None:
-        """Raises ModelError if a weight is NaN or infinite."""
-        for name, weight in self.named_parameters():
-            if not is_finite(weight):
-                raise diverged(step, f"{name} has NaN or infinite weights")
 
 
 class VocabularyRows:
@@ -358,11 +355,7 @@ def first_choices(states: Tensor, weight: Tensor) -> Tensor:
 
 
 class Checkpoint:
-    """A draft's folder as a template: trained weights are written under its tensor names and in its dtypes.
-
-    All other files, such as the configuration, the tokenizer and the frequent tokens, are copied, except a version's
-    manifest.
-    """
+    """A draft model's folder as a template: trained weights keep its tensor names and dtypes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -392,36 +385,38 @@ class Checkpoint:
         head = {} if draft.head is None else draft.head.state_dict()
         return Weights(model, {name: weight.to("cpu", self._head_type, copy=True) for name, weight in head.items()})
 
-    def write(self, weights: "Weights", out: Path) -> None:
-        """Writes a complete draft to the folder `out`, its config.json last.
 
-        Raises ModelError if a file cannot be written; `out` then stays unchanged.
-        """
-        replaced = {INDEX, RECURRENT_HEAD, MANIFEST, *(path.name for path in self.folder.glob("model*.safetensors"))}
-        others = [path for path in self.folder.iterdir() if path.is_file() and path.name not in replaced]
-        partial = out.with_name(f".{out.name}.partial")
-        try:
-            partial.mkdir(parents=True, exist_ok=True)
-            save_file(weights.model, partial / SINGLE, metadata={"format": "pt"})
-            if weights.head:
-                save_file(weights.head, partial / RECURRENT_HEAD)
-            for path in others:
-                shutil.copyfile(path, partial / path.name)
-            out.mkdir(exist_ok=True)
-            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
-                path.replace(out / path.name)
-        except (OSError, SafetensorError) as error:
-            raise cannot_write(out, error) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+def fingerprint_of(folder: Path) -> str:
+    """Returns a hash of a draft's weights and configuration."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"))):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
 
-    def fingerprint(self) -> str:
-        """Returns a hash of the folder's weights and configuration."""
-        digest = hashlib.blake2b(digest_size=16)
-        for path in sorted((*self.folder.glob("*.safetensors"), *self.folder.glob("*.json"))):
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "blake2b").digest())
-        return digest.hexdigest()
+
+def write_draft(folder: Path, weights: "Weights", out: Path) -> None:
+    """Writes a complete draft to the folder `out`, its config.json last: these weights, and other files of `folder`.
+
+    Raises ModelError if a file cannot be written; `out` then stays unchanged.
+    """
+    kept = [path for path in folder.iterdir() if path.is_file() and path.suffix not in WEIGHT_SUFFIXES]
+    others = [path for path in kept if path.name not in {INDEX, MANIFEST}]
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        save_file(weights.model, partial / SINGLE, metadata={"format": "pt"})
+        if weights.head:
+            save_file(weights.head, partial / RECURRENT_HEAD)
+        for path in others:
+            shutil.copyfile(path, partial / path.name)
+        out.mkdir(exist_ok=True)
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+            path.replace(out / path.name)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(out, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def cannot_write(path: Path, error: Exception) -> ModelError:

@@ -21,9 +21,12 @@ from typing import Any
 
 import torch
 
-from actors.learning.evaluation import CPU, score_draft
+from actors.learning.draft_trainee import DraftTrainee
+from actors.learning.evaluation import CPU, do_nothing
 from actors.learning.examples import ExampleStore, StoreSize
-from actors.learning.training import TrainingOptions, TrainingProgress, train
+from actors.learning.head_trainee import HeadLearning, StatesFile
+from actors.learning.trainee import Load, TrainingOptions
+from actors.learning.training import TrainingProgress, train
 from actors.learning.versions import VersionFolder
 from cluster.config import LearningOptions
 from cluster.errors import SlipstreamError
@@ -59,6 +62,7 @@ class Draft:
     target: str  # fingerprint of the target
     draft_tokens: int
     device: torch.device = CPU  # used for training
+    head: HeadLearning | None = None  # if the draft is a head
 
 
 @value
@@ -98,6 +102,7 @@ def train_candidate(
     should_stop: Callable[[], bool] = lambda: False,
     state: Path | None = None,
     device: torch.device = CPU,
+    load: Load = DraftTrainee,
 ) -> Trained | None:
     """Trains the draft in folder `start` into folder `out`, and compares both; None if it was stopped.
 
@@ -120,12 +125,13 @@ def train_candidate(
         should_stop=should_stop,
         state=state,
         device=device,
+        load=load,
     )
     if not result.is_complete:
         return None
 
     def compared(examples: Sequence[Example]) -> Comparison:
-        before, after = (score_draft(draft, examples, options.draft_tokens, device=device) for draft in (start, out))
+        before, after = (load(draft, device).score(examples, options, do_nothing) for draft in (start, out))
         return compare(before, after)
 
     return Trained(
@@ -194,8 +200,8 @@ class Trainer:
         An unreadable folder leaves the figures as they were; `look` reports it.
         """
         with suppress(*EXPECTED_ERRORS), closing(ExampleStore.of(self._options)) as store:
-            new = store.size(self._draft.target, after=self._trained_to())
-            self._shown = store.size(self._draft.target), new.examples, self._versions.current()
+            new = store.size(self._draft.target, self._trained_to(), self._kind)
+            self._shown = store.size(self._draft.target, kind=self._kind), new.examples, self._versions.current()
         size, new_examples, version = self._shown
         return TrainerStatus(
             phase=self._phase,
@@ -255,17 +261,38 @@ class Trainer:
     def _train_if_due(self, store: ExampleStore) -> Manifest | None:
         seen = self._trained_to()
         forgets = store.forgets()
-        size = store.size(self._draft.target, after=seen)
+        store.sweep()
+        size = store.size(self._draft.target, seen, self._kind)
         if size.examples < self._options.min_examples:
             return None
-        new = store.read(self._draft.target, after=seen)
+        new = store.read(self._draft.target, seen, self._kind)
         known = set(new)
-        old = [example for example in store.read(self._draft.target) if example not in known]
+        old = [example for example in store.read(self._draft.target, kind=self._kind) if example not in known]
         chosen = random.Random(size.newest).sample(old, min(len(old), round(OLDER_SHARE * len(new))))
         try:
-            return self._try(new, chosen, size.newest, forgets, lambda: store.forgets() != forgets)
+            with self._loader(store, [*new, *chosen]) as load:
+                return self._try(new, chosen, size.newest, forgets, lambda: store.forgets() != forgets, load)
         finally:
             shutil.rmtree(self._folder / "training" / "candidate", ignore_errors=True)
+
+    @property
+    def _kind(self) -> str:
+        """Kind of states without which an example cannot be used; empty: none are needed."""
+        return "" if self._draft.head is None else self._draft.head.kind
+
+    @contextmanager
+    def _loader(self, store: ExampleStore, examples: Sequence[Example]) -> Iterator[Load]:
+        """Yields the loader of drafts that are trained on these examples, with their states if the draft is a head."""
+        head = self._draft.head
+        if head is None:
+            yield DraftTrainee
+            return
+        with StatesFile(self._folder, head.layout) as states:
+            for example in examples:
+                found = store.states_of(example.session)
+                if found is not None and found.kind == head.kind:
+                    states.add(found.session, found.first, found.rows)
+            yield head.trainee(states)
 
     def _try(
         self,
@@ -274,6 +301,7 @@ class Trainer:
         newest: int,
         forgets: int,
         is_forgotten: Callable[[], bool],
+        load: Load,
     ) -> Manifest | None:
         """Trains and judges a candidate, and adds it as a version, unless examples were forgotten meanwhile."""
         parent = usable_version(self._versions, self._draft.target)
@@ -291,6 +319,7 @@ class Trainer:
             should_stop=lambda: self._should_stop() or is_forgotten(),
             state=self._folder / "training" / "state",
             device=self._draft.device,
+            load=load,
         )
         if trained is None:
             self._counts["interrupted"] += 1

@@ -1,8 +1,8 @@
-"""Trains a draft model, and its recurrent head, on the target's own answers.
+"""Trains a draft on the target's own answers.
 
 A step takes some recent answers and some replay examples, which keep the draft from forgetting what it learned before
-(rehearsal: Robins, 1995). The loss is the cross-entropy of the answers' tokens, plus that of the recurrent head's
-predictions after a sample of positions. All weights are trained, with AdamW.
+(rehearsal: Robins, 1995). The loss is the cross-entropy of the answers' tokens. All weights are trained, with AdamW.
+`draft_trainee` and `head_trainee` state what differs between draft models and heads.
 
 A step runs in passes of a few rows, so that a trainer in the background can yield often: `pause` and `should_stop` are
 called before each pass. Every random choice is a function of the seed and the step, so the saved state holds only
@@ -24,27 +24,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from actors.learning.evaluation import CPU, LIMITS, do_nothing, score_loaded
-from actors.learning.trainable import (
-    Checkpoint,
-    Pass,
-    Row,
-    RowLimits,
-    TrainableDraft,
-    VocabularyRows,
-    Weights,
-    cannot_write,
-    collate,
-    cross_entropy,
-    diverged,
-    grouped,
-    load_trainable,
-)
+from actors.learning.draft_trainee import DraftTrainee
+from actors.learning.evaluation import CPU, do_nothing
+from actors.learning.trainable import Row, Weights, cannot_write, diverged, fingerprint_of
+from actors.learning.trainee import Load, Trainee, TrainingOptions
+from actors.models.weights import is_finite
 from cluster.errors import ModelError
 from cluster.learning import Example, Figures
 
@@ -52,32 +40,6 @@ STATE = "state.safetensors"
 COUNTERS = ("step", "best_step", "stale", "seconds")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingOptions:
-    """Hyperparameters and limits of a training."""
-
-    epochs: float = 2.0  # passes over the recent examples
-    learning_rate: float = 1.5e-4  # AdamW's rate for all weights; without replay, 2e-4 learns faster
-    batch: int = 8  # rows per step: recent answers, or parts of long ones
-    replay_share: float = 0.5  # share of a step's rows taken from the replay examples; 0 to below 1
-    limits: RowLimits = LIMITS
-    draft_tokens: int = 4  # block length for scoring the held-out examples
-    evaluations: int = 2  # evaluations per epoch
-    patience: int = 3  # evaluations without improvement before training ends
-    warmup_steps: int = 8
-    head_weight: float = 0.5  # weight of the recurrent head's mean loss; the draft's own has weight 1
-    head_positions: int = 16  # positions per row on which the recurrent head is trained
-    clip: float = 1.0  # largest norm of a step's gradient
-    pass_tokens: int = 512  # most tokens per forward and backward, padding included; more are 3 % faster
-    save_every_s: float = 30.0
-    seed: int = 0
-
-    @property
-    def replay_rows(self) -> int:
-        """Number of replay rows per step."""
-        return round(self.batch * self.replay_share / (1 - self.replay_share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +78,7 @@ def train(
     pause: Callable[[], None] = do_nothing,
     state: Path | None = None,
     device: torch.device = CPU,
+    load: Load = DraftTrainee,
 ) -> TrainingResult:
     """Trains the draft in folder `start` and writes a complete draft to folder `out`.
 
@@ -129,8 +92,9 @@ def train(
     """
     if not 0 <= options.replay_share < 1:
         raise ModelError(f"replay_share is {options.replay_share:g}; set it from 0 to below 1")
-    training = _Training(start, examples, held_out, replay, options, pause, device)
-    saved = None if state is None else _SavedState(state, f"{training.checkpoint.fingerprint()} {asdict(options)}")
+    trainee = load(start, device)
+    training = _Training(trainee, examples, held_out, replay, options, pause)
+    saved = None if state is None else _SavedState(state, f"{fingerprint_of(start)} {asdict(options)}")
     try:
         is_done = training.run(progress, should_stop, saved)
     except ModelError:
@@ -139,7 +103,7 @@ def train(
         raise
     if not is_done:
         return training.result(is_complete=False)
-    training.checkpoint.write(training.best, out)
+    trainee.write(training.best, out)
     if saved is not None:
         saved.remove()
     return training.result(is_complete=True)
@@ -150,30 +114,28 @@ class _Training:
 
     def __init__(
         self,
-        start: Path,
+        trainee: Trainee,
         examples: Sequence[Example],
         held_out: Sequence[Example],
         replay: Sequence[Example],
         options: TrainingOptions,
         pause: Callable[[], None],
-        device: torch.device,
     ) -> None:
         self._options = options
         self._pause = pause
         self._held_out = [example for example in held_out if example.answer]
-        self.checkpoint = Checkpoint(start)
-        self._draft = load_trainable(start, device)
-        self._rows = _flat(self._draft.rows(examples, options.limits))
-        self._replay = _flat(self._draft.rows(replay, options.limits))
+        self._trainee = trainee
+        self._rows = _flat(trainee.rows(examples, options.limits))
+        self._replay = _flat(trainee.rows(replay, options.limits))
         if not self._rows:
             raise ModelError("there are no examples to train on; collect some, or name a file with --examples")
-        self._parameters = list(self._draft.parameters())
+        self._parameters = [each for each in trainee.network.parameters() if each.requires_grad]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=options.learning_rate, weight_decay=0.0, fused=True)
         self._steps_per_epoch = math.ceil(len(self._rows) / options.batch)
         self._step = 0
         self._seconds = 0.0
         self._before = self._figures()
-        self.best = self.checkpoint.rounded(self._draft)
+        self.best = trainee.rounded()
         self._best_figures = self._before
         self._best_step = 0
         self._stale = 0  # evaluations since the best one
@@ -220,27 +182,18 @@ class _Training:
         """Runs a step and returns its loss and agreement; returns None, changing nothing, if it was stopped."""
         options = self._options
         rng = np.random.default_rng((options.seed, self._step))
-        rows = self._rows_of_step()
-        passes = [
-            _TrainingPass(self._draft, [rows[index] for index in group], options.head_positions, rng)
-            for group in grouped(rows, options.pass_tokens)
-        ]
-        positions = max(1, sum(each.positions for each in passes))
-        further = max(1, sum(each.further for each in passes))
-        vocabulary = VocabularyRows(self._draft, torch.cat([each.tokens for each in passes]))
+        passes = self._trainee.passes(self._rows_of_step(), options, rng)
         self._optimizer.zero_grad(set_to_none=True)
-        loss = agreed = 0.0
-        for each in passes:
+        loss = agreement = 0.0
+        for run_pass in passes:
             self._pause()
             if should_stop():
                 return None
-            own, head, right = each.losses(vocabulary)
-            torch.autograd.backward(own / positions + options.head_weight * head / further)
-            loss += float(own.detach()) / positions
-            agreed += right
+            found = run_pass()
+            loss += found[0]
+            agreement += found[1]
         if not math.isfinite(loss):
             raise diverged(self._step + 1, f"the loss is {loss}")
-        vocabulary.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, options.clip))
         if not math.isfinite(norm):
             raise diverged(self._step + 1, f"the gradient's norm is {norm}")
@@ -248,7 +201,7 @@ class _Training:
             group["lr"] = options.learning_rate * self._rate(self._step)
         self._optimizer.step()
         self._step += 1
-        return loss, agreed / positions
+        return loss, agreement
 
     def _rate(self, step: int) -> float:
         """Returns the factor of the learning rate at a step: a linear warm-up."""
@@ -271,10 +224,12 @@ class _Training:
 
     def _evaluate(self) -> None:
         """Scores the held-out examples and stores the weights if they are the best so far."""
-        self._draft.check_finite(self._step)
+        for name, weight in self._trainee.network.named_parameters():
+            if not is_finite(weight):
+                raise diverged(self._step, f"{name} has NaN or infinite weights")
         figures = self._figures()
         if not self._held_out or figures.tokens_per_verify > self._best_figures.tokens_per_verify:
-            self.best = self.checkpoint.rounded(self._draft)
+            self.best = self._trainee.rounded()
             self._best_figures = figures
             self._best_step = self._step
             self._stale = 0
@@ -282,22 +237,13 @@ class _Training:
             self._stale += 1
 
     def _figures(self) -> Figures:
-        options = self._options
-        return Figures.of(
-            score_loaded(
-                self._draft,
-                self._held_out,
-                options.draft_tokens,
-                limits=options.limits,
-                pass_tokens=options.pass_tokens,
-                pause=self._pause,
-            )
-        )
+        return Figures.of(self._trainee.score(self._held_out, self._options, self._pause))
 
     # ------------------------------------------------------------ saved state
 
     def _state(self) -> "_State":
-        tensors = {f"draft.{name}": weight.detach() for name, weight in self._draft.named_parameters()}
+        weights = self._trainee.network.named_parameters()
+        tensors = {f"draft.{name}": weight.detach() for name, weight in weights}
         for index, moments in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": moment for name, moment in moments.items()}
         tensors |= {f"best_model.{name}": weight for name, weight in self.best.model.items()}
@@ -307,11 +253,9 @@ class _Training:
     def _resume(self, found: "_State") -> None:
         """Continues from a saved state. Scores the best weights again, since the held-out examples may differ."""
         self.best = Weights(found.of("best_model"), found.of("best_head"))
-        self._draft.model.load_state_dict(self.best.model, strict=False)  # tied weights are stored once
-        if self._draft.head is not None:
-            self._draft.head.load_state_dict(self.best.head)
+        self._trainee.restore(self.best)
         self._best_figures = self._figures()
-        self._draft.load_state_dict(found.of("draft"), strict=False)
+        self._trainee.network.load_state_dict(found.of("draft"), strict=False)
         moments: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for name, moment in found.of("optimizer").items():
             index, _, kind = name.partition(".")
@@ -321,64 +265,6 @@ class _Training:
         self._step, self._best_step = found.step, found.best_step
         self._stale, self._seconds = found.stale, found.seconds
         log.info("training continues after step %d", self._step)
-
-
-class _TrainingPass:
-    """Rows of one forward and backward, and the positions at which the recurrent head is trained."""
-
-    def __init__(
-        self, draft: TrainableDraft, rows: Sequence[Row], head_positions: int, rng: np.random.Generator
-    ) -> None:
-        self._draft = draft
-        self._batch = collate(rows, draft.device)
-        self._labels = draft.column_of[self._batch.labels]
-        self._learned = (self._labels >= 0).nonzero()[:, 0]  # excludes tokens that are never proposed
-        begins = _sampled(self._batch, head_positions, draft.width, rng)
-        self._begins = torch.from_numpy(begins).to(draft.device)
-        self.positions = len(self._learned)
-        self.further = sum(len(self._targets(distance)[1]) for distance in range(1, draft.width))
-
-    @property
-    def tokens(self) -> Tensor:
-        """All token ids fed to the draft or its head, (tokens,)."""
-        return torch.cat((self._batch.tokens.flatten(), self._batch.labels))
-
-    def losses(self, vocabulary: VocabularyRows) -> tuple[Tensor, Tensor, int]:
-        """Returns the summed losses of the draft and of its recurrent head, and the number of correct first choices."""
-        batch = self._batch
-        states = self._draft.states(batch, vocabulary.embed)
-        labels = self._labels[self._learned]
-        own, agreed = cross_entropy(states[self._learned], vocabulary.lm_head, labels)
-        begun = states[self._begins]
-        further: list[Tensor] = []
-        targets: list[Tensor] = []
-        for distance in range(1, self._draft.width):
-            begun = self._draft.following(begun, batch.labels[self._begins + distance - 1], vocabulary.embed)
-            kept, wanted = self._targets(distance)
-            further.append(begun[kept])
-            targets.append(wanted)
-        if not targets or not len(wanted := torch.cat(targets)):
-            return own, own.new_zeros(()), int(agreed.sum())
-        columns = vocabulary.lm_head[: self._draft.head_columns]
-        head, _ = cross_entropy(torch.cat(further), columns, wanted)
-        return own, head, int(agreed.sum())
-
-    def _targets(self, distance: int) -> tuple[Tensor, Tensor]:
-        """Returns which of `_begins` have a trainable prediction at this distance (indices), and their labels."""
-        labels = self._labels[self._begins + distance]
-        kept = ((labels >= 0) & (labels < self._draft.head_columns)).nonzero()[:, 0]
-        return kept, labels[kept]
-
-
-def _sampled(batch: Pass, count: int, width: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draws up to `count` positions per row among those with `width` - 1 later positions in the row."""
-    found = []
-    first = 0
-    for size in batch.sizes:
-        possible = max(0, size - width + 1)
-        found.append(first + rng.permutation(possible)[:count])
-        first += size
-    return np.concatenate(found)
 
 
 def _flat(rows: Sequence[Sequence[Row]]) -> list[Row]:

@@ -80,6 +80,16 @@ class ReadsStates(Protocol):
         ...
 
 
+class RecordsStates(Protocol):
+    """Receives what a method that reads hidden states is told of its sessions, to keep the states as examples."""
+
+    def open(self, request: Open) -> None: ...
+
+    def states(self, session: str, first: int, rows: bytes) -> None: ...
+
+    def close(self, sessions: Sequence[str]) -> None: ...
+
+
 @runtime_checkable
 class ExchangesWeights(Protocol):
     """Additional interface of a `DraftingMethod` that can exchange its weights while sessions are open."""

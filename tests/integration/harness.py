@@ -32,7 +32,7 @@ from cluster.trust import PeerRole
 from cluster.verification.scheduler import VerificationLimits
 from cluster.verification.step import Outcome, StateRead, StepPlan
 from protos.codec import Decoded
-from protos.messages import Attach, Close, Open, Sampling
+from protos.messages import Attach, Close, Open, Sampling, StatesFormat
 from serve_app.router import Identity, Router, RouterLimits
 from tests.lossless.states import LAYOUT, ReadingMethod, RememberingRunner
 from tests.static_membership import StaticMembership
@@ -186,6 +186,7 @@ class StateReading:
     runner: Callable[[int], Runner]  # creates a target's runner, given the number of pages
     method: Callable[[], DraftingMethod]
     bounds: StateBounds = NO_BOUNDS
+    layout: StatesFormat = LAYOUT
 
 
 CHECKED = StateReading(
@@ -226,7 +227,7 @@ async def cluster(
     servers: dict[str, GrpcServer] = {}
     engines: list[ThreadEngine] = []
     pace = Pace()
-    layout = None if reading is None else LAYOUT
+    layout = None if reading is None else reading.layout
     trust = trust or TrustConfig()
     vocabulary = len(logits)
     drawn = logits if draft_logits is None else draft_logits

@@ -97,7 +97,7 @@ class MedusaHeads:
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Creates the method. Raises ModelError if the heads in `draft.model` do not match the target."""
     borrowed = borrowed_tensors_of(heads_alone(read_head(head_folder(draft))))
-    return decoded(last_state_drafting(load_medusa, draft, setup, draft.medusa, borrowed), setup.states)
+    return decoded(last_state_drafting(load_medusa, draft, setup, draft.medusa, borrowed), setup)
 
 
 def borrowed_tensors_of(files: HeadFiles) -> list[tuple[str, ...]]:

@@ -120,7 +120,7 @@ def _normed(x: Tensor) -> Tensor:
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Creates the method. Raises ModelError if the speculator in `draft.model` does not match the target."""
     options = draft.mlp_speculator
-    return decoded(last_state_drafting(load_mlp_speculator, draft, setup, options), setup.states)
+    return decoded(last_state_drafting(load_mlp_speculator, draft, setup, options), setup)
 
 
 def load_mlp_speculator(

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from actors.compute.hidden_states import decode_rows
 from actors.compute.linear import Projection
+from actors.drafters.registry import DraftSetup
 from actors.models.decoder import Norm
-from cluster.drafting.method import DraftingMethod, Early, dismiss
+from cluster.drafting.method import DraftingMethod, Early, ExchangesWeights, RecordsStates, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal
 from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape, StatesFormat
@@ -88,11 +89,16 @@ class TakesRows(DraftingMethod, Protocol):
 
 
 class DecodedStates:
-    """Adapts a `TakesRows` method to `ReadsStates`, whose rows are encoded."""
+    """Adapts a `TakesRows` method to `ReadsStates`, whose rows are encoded.
 
-    def __init__(self, method: TakesRows, layout: StatesFormat) -> None:
+
+    `recorder` gets the encoded rows too.
+    """
+
+    def __init__(self, method: TakesRows, layout: StatesFormat, recorder: RecordsStates | None = None) -> None:
         self.states_format = layout
         self._method = method
+        self._recorder = recorder
         self._without: set[str] = set()  # open sessions without states so far
 
     @property
@@ -106,6 +112,8 @@ class DecodedStates:
     def open(self, request: Open) -> None:
         self._method.open(request)
         self._without.add(request.session)
+        if self._recorder is not None:
+            self._recorder.open(request)
 
     def committed(self, session: str, tokens: Sequence[int]) -> None:
         self._method.committed(session, tokens)
@@ -115,6 +123,8 @@ class DecodedStates:
             self._without.remove(session)
             self._method.begin(session, first)
         self._method.states(session, first, decode_rows(rows, self.states_format))
+        if self._recorder is not None:
+            self._recorder.states(session, first, rows)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         return self._method.draft(requests)
@@ -127,9 +137,17 @@ class DecodedStates:
     def close(self, sessions: Sequence[str]) -> None:
         self._method.close(sessions)
         self._without.difference_update(sessions)
+        if self._recorder is not None:
+            self._recorder.close(sessions)
+
+    def prepare_weights(self, folder: Path) -> Callable[[], object]:
+        """Implements `ExchangesWeights`."""
+        if not isinstance(self._method, ExchangesWeights):
+            raise ModelError(f"{folder} cannot replace the weights in use: this method's weights cannot be exchanged")
+        return self._method.prepare_weights(folder)
 
 
-def decoded(method: TakesRows, layout: StatesFormat | None) -> DecodedStates:
+def decoded(method: TakesRows, setup: DraftSetup) -> DecodedStates:
     """Wraps `method` to decode rows in the format of the deployment."""
-    assert layout is not None, "setup.states is required for a method that reads states"
-    return DecodedStates(method, layout)
+    assert setup.states is not None, "setup.states is required for a method that reads states"
+    return DecodedStates(method, setup.states, setup.recorder)

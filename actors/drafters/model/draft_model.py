@@ -222,10 +222,10 @@ class DraftModel:
     def exchange(self, weights: DraftWeights) -> DraftWeights:
         """Replaces the weights between two passes; returns the previous weights.
 
-        Keeps texts, grammar states and calibration fits. Drops all results of the previous weights, so that no block
-        mixes both. The next passes read each session's text again, within the limits of a pass.
+        Keeps texts, grammar states, calibration fits and the target's states, whose projection must not change. Drops
+        all results of the previous weights, so that no block mixes both. The next passes read each session's text
+        again, within the limits of a pass.
         """
-        assert self._feed is None, "projected states depend on the previous weights"
         used = self._weights
         self._cache.clear()
         self._considered.clear()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from actors.drafters.heads.dflash.config import OUTPUTS_KEY
 from actors.drafters.heads.rope import rope_of, rotary_of
-from actors.learning.heads.eagle import tokens_after
-from actors.learning.heads.eagle_layer import HEAD_NORMS, EagleLayer, RootMeanSquare, Rotation
+from actors.learning.eagle_layer import HEAD_NORMS, EagleLayer, RootMeanSquare, Rotation
+from actors.learning.eagle_network import tokens_after
 from examples.train_head.heads.draft_module import DraftModule, PublishedHead
 from examples.train_head.heads.layer_start import last_norm, layers_config, start_from_last, states_projection
 from examples.train_head.heads.target_parts import HeadSizes, TargetParts

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from actors.learning.heads.eagle_layer import EagleLayer, RootMeanSquare
+from actors.learning.eagle_layer import EagleLayer, RootMeanSquare
 from examples.train_head.heads.target_parts import HeadSizes, LayerTensors, TargetParts, normal
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actors.drafters.heads.mlp_speculator import EPS
-from actors.learning.heads.eagle import tokens_after
+from actors.learning.eagle_network import tokens_after
 from examples.train_head.heads.draft_module import DraftModule, PublishedHead
 from examples.train_head.heads.target_parts import TargetParts, normal
 from examples.train_head.shards import StatesBatch

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from cluster.config import MOVED_KEYS, SlipstreamConfig, load_config, validated
+from cluster.config import MOVED_KEYS, DraftPool, SlipstreamConfig, load_config, validated
 from cluster.errors import ConfigError
 
 SMALLEST = {"model": {"target": "org/model"}, "draft": {"method": "ngram"}}
@@ -263,3 +263,19 @@ def test_ratio_is_an_alias_of_rejection_sampling():
         {"model": {"target": "owner/model"}, "draft": {"method": "ngram"}, "speculation": {"acceptance": "ratio"}}
     )
     assert config.speculation.acceptance == "rejection"
+
+
+LEARNING = {"folder": "learning"}
+
+
+@pytest.mark.parametrize(
+    ("draft", "why"),
+    [
+        ({"method": "dflash", "learning": LEARNING}, "method dflash does not support learning"),
+        ({"method": "eagle", "learning": LEARNING | {"replay": "general.jsonl"}}, "replay needs the target's states"),
+    ],
+)
+def test_a_draft_that_cannot_learn_so_is_refused(draft, why):
+    with pytest.raises(ValueError, match=why):
+        DraftPool.model_validate({"model": "head"} | draft)
+    assert DraftPool.model_validate({"method": "eagle", "model": "head", "learning": LEARNING}).learning is not None

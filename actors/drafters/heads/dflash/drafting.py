@@ -338,7 +338,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     makers = (*MAKERS, *setup.makers)
     sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration(), makers)
     is_projected = draft.states.projects_at_target(decoder.config.needs)
-    return decoded(HeadDrafter(DFlashPredictor(decoder, sampler, is_projected), sampler), setup.states)
+    return decoded(HeadDrafter(DFlashPredictor(decoder, sampler, is_projected), sampler), setup)
 
 
 def load_dflash(

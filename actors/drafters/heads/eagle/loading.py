@@ -5,6 +5,7 @@ target or the head, covers all tokens up to i, and token i + 1 was sampled from 
 """
 
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,6 +130,12 @@ class EagleRunner:
         self._head = head
         self._attention = attention or choose_attention(attention_shape_of(head, page_size), head.device)[0]
         self._cache = PagedCache(pages, page_size, head.dtype, head.device)
+
+    def with_head(self, head: EagleHead) -> "EagleRunner":
+        """Returns a runner of another head of the same shape, over the same cache."""
+        runner = copy(self)
+        runner._head = head
+        return runner
 
     @torch.inference_mode()
     def project(self, raw: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from actors.attention import AttentionBackend
+from actors.attention.sdpa_gather import SdpaGather
+from actors.compute.kv_cache import InputRow
 from actors.compute.linear import projection
 from actors.drafters.heads.eagle.config import EagleConfig, WeightSource, canonical, overrides_of, resolve
 from actors.drafters.heads.eagle.loading import EagleHead, EagleRunner, head_of
@@ -17,7 +19,7 @@ from actors.drafters.heads.projection import DecodedStates, RowProjection, decod
 from actors.drafters.heads.rope import target_shape
 from actors.drafters.heads.weight_reader import borrowed_tensors
 from actors.drafters.model.draft_cache import DraftCache, FedStates
-from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.draft_model import DraftModel, DraftWeights
 from actors.drafters.model.forwards import ONE_AT_A_TIME, MaskTokens
 from actors.drafters.model.sampling import Calibration, DraftingLimits
 from actors.drafters.products import choose_products
@@ -28,9 +30,12 @@ from actors.models.checkpoint import local_folder
 from actors.sampling.logits_processors import Maker
 from cluster.config import DraftPool
 from cluster.config_sections import HeadOptions
+from cluster.errors import ModelError
 from protos.messages import StatesNeeded
 
 log = logging.getLogger(__name__)
+PROJECTION = ("fc.", "fc_norm.", "input_norm.", "mask_hidden")  # tensors of the projection of the target's states
+PROBE_TOKENS = 4  # tokens fed to a head before it replaces another
 UNFED_TOKENS = 1  # each token is paired with the preceding state, so the first token is not fed
 
 
@@ -62,16 +67,62 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """
     device = device_of(draft.resources)
     products = choose_products(draft.eagle.quantization, setup.dtype, device)
-    files, config = _read(draft, local_folder(setup.target, with_weights=False))
+    described = local_folder(setup.target, with_weights=False)
+    files, config = _read(draft, described)
+    shape = target_shape(described)
     sources = {"embed_tokens.weight": config.embedding, "lm_head.weight": config.lm_head}
     own = [name for name, source in sources.items() if source is not WeightSource.TARGET]
     target = folder_to_borrow_from(setup.target, borrowed_tensors(own))
-    head = head_of(files, config, target, products.dtype, device, setup.target_tokens.keys(), products.product)
-    return deployed(head, draft, draft.eagle, setup)
+
+    def load(files: HeadFiles) -> EagleHead:
+        return head_of(files, config, target, products.dtype, device, setup.target_tokens.keys(), products.product)
+
+    def load_other(folder: Path) -> EagleHead:
+        other = canonical(read_head(folder))
+        check_replaces(other, files)
+        if resolve(other, shape, overrides_of(draft.eagle)) != config:
+            raise ModelError(f"{folder} cannot replace the head in use: its configuration differs; train it from that")
+        return load(other)
+
+    return deployed(load(files), draft, draft.eagle, setup, load_other)
 
 
-def deployed(head: EagleHead, draft: DraftPool, options: HeadOptions, setup: DraftSetup) -> DecodedStates:
-    """Creates the drafting method of a head, with a cache of the configured size; logs the resolved configuration."""
+def check_replaces(files: HeadFiles, used: HeadFiles) -> None:
+    """Raises ModelError if a head projects the target's states otherwise than the head in use.
+
+    The target may compute the projection, and open sessions keep states that were projected before an exchange.
+    """
+    for name, tensor in used.tensors.items():
+        if name.startswith(PROJECTION) and not torch.equal(tensor, files.tensor(name, tuple(tensor.shape))):
+            raise ModelError(
+                f"{files.folder} cannot replace the head in use: it projects the target's states otherwise ({name});"
+                " train it from the head in draft.model"
+            )
+
+
+def _checked(head: EagleHead, page_size: int) -> EagleHead:
+    """Feeds a few tokens to a head. Raises ModelError if it computes NaN or infinite logits."""
+    tokens = tuple(head.token_ids[:PROBE_TOKENS].tolist())
+    pages = -(-PROBE_TOKENS // page_size)
+    states = torch.ones(len(tokens), head.config.hidden, dtype=head.dtype, device=head.device)
+    row = InputRow(tokens, 0, len(tokens), tuple(range(pages)), states=states)
+    logits = EagleRunner(head, pages, page_size, SdpaGather()).forward([row]).logits
+    if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
+        raise ModelError("the head computes NaN or infinite logits; train it again")
+    return head
+
+
+def deployed(
+    head: EagleHead,
+    draft: DraftPool,
+    options: HeadOptions,
+    setup: DraftSetup,
+    load: Callable[[Path], EagleHead] | None = None,
+) -> DecodedStates:
+    """Creates the drafting method of a head, with a cache of the configured size; logs the resolved configuration.
+
+    `load` loads a head that may replace this one; it raises ModelError for others.
+    """
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
     bytes_each = head.page_bytes(page_size)
@@ -80,9 +131,9 @@ def deployed(head: EagleHead, draft: DraftPool, options: HeadOptions, setup: Dra
     limits = DraftingLimits(options.draft_probs_top_k)
     is_projected = draft.states.projects_at_target(head.config.needs)
     method = eagle_draft_model(
-        head, pages, page_size, limits, setup.draft_tokens, is_projected=is_projected, makers=setup.makers
+        head, pages, page_size, limits, setup.draft_tokens, is_projected=is_projected, makers=setup.makers, load=load
     )
-    return decoded(method, setup.states)
+    return decoded(method, setup)
 
 
 def eagle_draft_model(
@@ -96,6 +147,7 @@ def eagle_draft_model(
     attention: AttentionBackend | None = None,
     is_projected: bool = False,
     makers: Sequence[Maker] = (),
+    load: Callable[[Path], EagleHead] | None = None,
 ) -> DraftModel:
     """Creates the method with `pages` cache pages; `choose_attention` selects the default `attention`.
 
@@ -111,6 +163,21 @@ def eagle_draft_model(
     token = head.config.mask_token
     masks = ONE_AT_A_TIME if token is None else MaskTokens(token, draft_tokens)
     cache = DraftCache(pages, page_size, UNFED_TOKENS)
+
+    def load_weights(folder: Path) -> DraftWeights:
+        assert load is not None, "it is passed on only if there is one"
+        other = _checked(load(folder), page_size)
+        return DraftWeights(runner.with_head(other), other.token_ids, masks)
+
     return DraftModel(
-        runner, head.token_ids, cache, limits, clock, masks=masks, calibration=calibration, feed=feed, makers=makers
+        runner,
+        head.token_ids,
+        cache,
+        limits,
+        clock,
+        masks=masks,
+        calibration=calibration,
+        feed=feed,
+        makers=makers,
+        load=None if load is None else load_weights,
     )

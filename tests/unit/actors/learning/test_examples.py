@@ -165,11 +165,14 @@ def sessions(store: ExampleStore, *names: str) -> list[str]:
 
 def test_states_are_found_by_session_and_kind_and_the_longer_ones_stay(store):
     assert store.add_states([kept("a"), kept("b", b"xy")]) == {"kept": 2}
-    assert store.states_span("a", "2 bfloat16") == (3, 100)
-    assert store.states_span("a", "4 bfloat16") is store.states_span("c", "2 bfloat16") is None
+    assert (store.states_of("a"), store.states_of("c")) == (kept("a"), None)
     store.add_states([kept("a", b"short", 7), kept("b", b"longer", 7)])
-    assert (store.states_of("a"), store.states_of("b")) == (b"\x01\x02" * 50, b"longer")
-    assert store.states_span("b", "2 bfloat16") == (7, 6)
+    assert (store.states_of("a"), store.states_of("b")) == (kept("a"), kept("b", b"longer", 7))
+    examples = [an_example(seed, session=name) for seed, name in enumerate("abc")]
+    store.add(examples, "target")
+    assert store.read("target", kind="2 bfloat16") == examples[:2]
+    assert store.size("target", kind="2 bfloat16").examples == 2
+    assert store.read("target", kind="4 bfloat16") == []
 
 
 def test_states_leave_with_their_example_and_soon_without_one(store, clock):
@@ -221,8 +224,7 @@ def test_a_recorder_writes_only_sessions_that_may_become_examples(store, tmp_pat
     recorder.close(["yes", "no", "unknown"])
     recorder.end()
     assert sessions(store, "yes", "no", "open", "unknown") == ["yes"]
-    assert store.states_of("yes") == b"abcdefghijkl"
-    assert store.states_span("yes", "2 bfloat16") == (8, 12)
+    assert store.states_of("yes") == kept("yes", b"abcdefghijkl", 8)
     assert recorder.counts == {"kept": 1}
 
 
@@ -233,9 +235,8 @@ def test_a_recorder_skips_the_states_of_a_long_prompts_beginning(store, tmp_path
         recorder.states("a", first, b"".join(position.to_bytes(4, "little") for position in range(first, first + 100)))
     recorder.close(["a"])
     recorder.end()
-    found = store.states_span("a", "2 bfloat16")
+    found = store.states_of("a")
     assert found is not None
-    first, size = found
-    assert first + size // 4 == 1000
-    assert 0 < first < 990
-    assert store.states_of("a")[:4] == first.to_bytes(4, "little")
+    assert found.first + len(found.rows) // 4 == 1000
+    assert 0 < found.first < 990
+    assert found.rows[:4] == found.first.to_bytes(4, "little")

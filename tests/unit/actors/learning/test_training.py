@@ -13,10 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from actors.drafters.model.recurrent_head import FILE as RECURRENT_HEAD
-from actors.learning import trainable, training
+from actors.learning import draft_trainee, trainable, training
 from actors.learning.evaluation import score_draft
 from actors.learning.trainable import Checkpoint, cross_entropy, load_trainable
-from actors.learning.training import TrainingOptions, TrainingProgress, TrainingResult, train
+from actors.learning.trainee import TrainingOptions
+from actors.learning.training import TrainingProgress, TrainingResult, train
 from cluster.errors import ModelError
 from cluster.learning import Example, Figures
 from tests.unit.actors.learning.drafts import CPU, HIDDEN, some_examples, write_draft
@@ -75,13 +76,13 @@ def test_the_result_is_a_complete_draft_in_the_stored_types(tmp_path: Path) -> N
 
 def test_replay_has_its_share_and_each_row_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
-    kept: Callable[..., Any] = training.collate
+    kept: Callable[..., Any] = draft_trainee.collate
 
     def spy(rows: Any, device: torch.device) -> Any:
         seen.extend(row.tokens for row in rows)
         return kept(rows, device)
 
-    monkeypatch.setattr(training, "collate", spy)
+    monkeypatch.setattr(draft_trainee, "collate", spy)
     examples, replay = some_examples(6), some_examples(5, seed=1)
     options = replace(QUICK, epochs=1, batch=2, replay_share=0.6)
     trained(write_draft(tmp_path / "start"), tmp_path / "out", examples, options, replay=replay)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actors.learning.heads.eagle_layer import EagleLayer, RootMeanSquare, SeenSteps
+from actors.learning.eagle_layer import EagleLayer, RootMeanSquare, SeenSteps
 
 
 def tokens_after(tokens: Tensor, places: int) -> Tensor:
@@ -53,6 +53,10 @@ class EagleNetwork(nn.Module):
             output = hidden if self.norm is None else self.norm(hidden)
             states = output if self._norms_recycled else hidden
             yield output
+
+    def lm_head_of(self, step: int) -> Tensor:
+        """Returns the LM head's weight, (columns, hidden), the same for every step."""
+        return self.lm_head
 
     def _forward(self, tokens: Tensor, states: Tensor, step: int, seen: list[SeenSteps]) -> Tensor:
         """Runs the layers over a token and the state before it, at positions `step` later than the places."""

@@ -140,7 +140,7 @@ class EagleLayer(nn.Module):
         self.input_layernorm = RootMeanSquare(ones, sizes.eps)
         self.post_attention_layernorm = RootMeanSquare(ones, sizes.eps)
         if is_first:
-            self.hidden_norm = RootMeanSquare(ones, sizes.eps)  # norm of the state
+            self.hidden_norm: nn.Module = RootMeanSquare(ones, sizes.eps)  # norm of the state
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces the named parameters; adds biases, query norms and key norms if `tensors` has them."""

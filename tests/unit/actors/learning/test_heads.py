@@ -1,0 +1,128 @@
+"""Trainable heads against those that serve, and what they learn."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from actors.compute.hidden_states import encode_rows
+from actors.drafters.heads.eagle.config import NO_OVERRIDES
+from actors.drafters.heads.files import read_head
+from actors.learning.evaluation import do_nothing
+from actors.learning.head_loading import load_eagle
+from actors.learning.head_trainee import HeadLearning, HeadTrainee, LoadedHead, StatesFile, rows_with_states
+from actors.learning.trainable import RowLimits
+from actors.learning.trainee import TrainingOptions
+from actors.learning.training import train
+from cluster.errors import ModelError
+from cluster.learning import Example, Figures, SessionScore
+from protos.messages import StateDtype, StatesFormat
+from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, TOLERANCE, Drive, case, checkpoint, loaded
+
+EAGLE3 = ("eagle3", "eagle3_speculators")
+STEPS = 3
+
+
+def a_head(name: str, is_projected: bool = False) -> LoadedHead:
+    return load_eagle(checkpoint(name), TARGET, NO_OVERRIDES, is_projected=is_projected)
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_a_published_head_is_trained_as_it_drafts(name: str) -> None:
+    known = case(name)
+    drive = Drive(loaded(checkpoint(name)))
+    after = drive.prefill(known)
+    length = len(known["input_ids"])
+    tokens, logits, _ = drive.chain(after, length, STEPS)
+    head = a_head(name)
+    text = torch.cat([known["input_ids"], known["next_token"].reshape(1), tokens])
+    states = torch.zeros(1, len(text), head.project(known["features"]).shape[-1])
+    states[0, :length] = head.project(known["features"])
+    found = list(head.network.unroll(text.unsqueeze(0), states, STEPS))
+    assert head.token_ids.tolist() == drive.head.token_ids.tolist()
+    for step in range(STEPS):
+        own = found[step][0, length - 1] @ head.network.lm_head_of(step).T
+        torch.testing.assert_close(own, logits[step], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["eagle1"])
+def test_a_head_of_another_kind_is_refused(name: str) -> None:
+    with pytest.raises(ModelError, match="does not learn"):
+        a_head(name)
+
+
+def test_rows_end_where_states_end_and_begin_where_they_begin() -> None:
+    example = Example(tuple(range(10)), tuple(range(10, 30)), session="s")
+    limits = RowLimits(6, 8)
+    rows = rows_with_states(example, 0, 28, limits)
+    assert [row.tokens[-row.predicted :] for row in rows] == [
+        tuple(range(10, 18)),
+        tuple(range(18, 26)),
+        (26, 27, 28, 29),
+    ]
+    assert [row.first for row in rows] == [4, 12, 20]
+    (row,) = rows_with_states(example, 11, 14, limits)
+    assert (row.first, row.tokens, row.predicted) == (11, (11, 12, 13, 14, 15), 3)
+    assert rows_with_states(example, 0, 0, limits) == rows_with_states(example, 0, 8, limits) == []
+    (row,) = rows_with_states(example, 0, 9, RowLimits(1, 8))
+    assert (row.first, row.tokens) == (8, (8, 9, 10))
+
+
+# ---------------------------------------------------------------- learning
+
+LAYOUT = StatesFormat(96, StateDtype.BFLOAT16)  # three states of the target, 32 wide
+
+
+def walks(count: int, states: StatesFile, seed: int = 0) -> list[Example]:
+    """Texts in which the state before last tells the token, whatever came in between."""
+    drawn = torch.Generator().manual_seed(seed)
+    table = torch.randn(96, 96, generator=torch.Generator().manual_seed(1))
+    found = []
+    for index in range(count):
+        text = [int(torch.randint(96, (), generator=drawn))]
+        text += torch.randint(96, (5,), generator=drawn).tolist()
+        while len(text) < 26:
+            text.append((3 * text[-2] + 1) % 96)
+        rows = table[torch.tensor(text)]
+        states.add(f"{seed}/{index}", 0, encode_rows(rows[:-2], LAYOUT.dtype).numpy().tobytes())
+        found.append(Example(tuple(text[:6]), tuple(text[6:]), session=f"{seed}/{index}"))
+    return found
+
+
+OPTIONS = TrainingOptions(epochs=12, learning_rate=5e-3, batch=8, warmup_steps=4, draft_tokens=3, evaluations=1)
+
+
+def figures(trainee: HeadTrainee, examples: list[Example]) -> Figures:
+    return Figures.of(trainee.score(examples, OPTIONS, do_nothing))
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_a_head_learns_and_keeps_its_projection_and_layout(name: str, tmp_path: Path) -> None:
+    start = checkpoint(name)
+    load = partial(load_eagle, target=TARGET, overrides=NO_OVERRIDES, is_projected=False)
+    with StatesFile(tmp_path, LAYOUT) as states:
+        learned, held_out = walks(64, states), walks(16, states, seed=1)
+        stateless = [replace(example, session="") for example in learned[:4]]
+        trainee = HeadLearning("", LAYOUT, (), load).trainee(states)
+        result = train(start, tmp_path / "out", [*learned, *stateless], held_out, [], OPTIONS, load=trainee)
+        before, after = (figures(trainee(folder, CPU), held_out) for folder in (start, tmp_path / "out"))  # type: ignore[arg-type]
+    assert result.is_complete
+    assert before.agreement < 0.2
+    assert after.agreement > before.agreement + 0.3
+    assert after.tokens_per_verify > before.tokens_per_verify
+    first, second = read_head(start), read_head(tmp_path / "out")
+    assert second.config == first.config
+    kept = {key: tensor for key, tensor in first.tensors.items() if torch.equal(tensor, second.tensors[key])}
+    assert first.tensors.keys() == second.tensors.keys() == load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert {each.dtype for each in first.tensors.values()} == {each.dtype for each in second.tensors.values()}
+    assert any("fc" in key for key in kept)
+    assert len(kept) < len(first.tensors) / 2
+
+
+def test_an_example_without_states_scores_nothing(tmp_path: Path) -> None:
+    with StatesFile(tmp_path, LAYOUT) as states:
+        trainee = HeadTrainee(a_head("eagle3"), states, CPU)
+        assert trainee.score([Example((1, 2), (3, 4))], OPTIONS, do_nothing) == [SessionScore(0, 0, 0)]
