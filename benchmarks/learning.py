@@ -5,8 +5,8 @@
 
 `phases` feeds the target's greedy answers to support requests, then to SQL requests, to a `Trainer` in FOLDER. It
 scores the draft before, between and after on held-out requests of both kinds and on the prompts of `slipstream bench`.
-`kinds` compares the resulting draft with two specialists, each of which learns one kind alone in twice as many epochs.
-What FOLDER already has, answers included, is not made again.
+`kinds` compares the resulting draft with two specialists, each of which learns one kind alone in as many epochs. What
+FOLDER already has, answers included, is not made again.
 """
 
 import argparse
@@ -133,18 +133,23 @@ def phases(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     record = {**facts(arguments), "rows": rows}
 
-    def add(name: str, folder: Path, **about: Any) -> None:
-        figures = {kind: Figures.of(own) for kind, own in scores(folder, draft, data.held_out).items()}
-        rows.append({"after": name, "draft": str(folder), **about, "figures": dumped(figures)})
+    shipped = scores(draft.folder, draft, data.held_out)
+
+    def add(name: str, folder: Path, found: Mapping[str, Sequence[SessionScore]], **about: Any) -> None:
+        figures = {kind: Figures.of(own).model_dump() for kind, own in found.items()}
+        ratios = {kind: compare(shipped[kind], own) for kind, own in found.items()}
+        to_shipped = {kind: (one.low, one.high) for kind, one in ratios.items()}  # of tokens per verify
+        rows.append({"after": name, "draft": str(folder), **about, "figures": figures, "to_shipped": to_shipped})
         write(arguments.json, record)
 
-    add("as shipped", draft.folder)
+    add("as shipped", draft.folder, shipped)
     learner = Learner(arguments.out / "phases", arguments.epochs, data.replay, draft, console)
     for kind, examples in data.learned.items():
         began = time.process_time()
         folder, manifest = learner.learn(kind, examples)
         cpu_s = time.process_time() - began
-        add(TITLES[kind], folder, manifest=manifest.model_dump(mode="json"), cpu_s=cpu_s)
+        found = scores(folder, draft, data.held_out)
+        add(TITLES[kind], folder, found, manifest=manifest.model_dump(mode="json"), cpu_s=cpu_s)
     shown = table(
         record["processor"], "after", "seconds", "examples", "state", *(TITLES[kind] for kind in data.held_out)
     )
@@ -165,8 +170,8 @@ def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         TITLES[kind]: [(phase, row["figures"][kind]["agreement"]) for phase, row in enumerate(rows)]
         for kind in rows[0]["figures"]
     }
-    names = "; ".join(f"{phase}: {row['after']}" for phase, row in enumerate(rows))
-    figure = line_chart(lines, {}, f"draft after learning from ({names})", "agreement on held-out requests")
+    names = "; ".join(f"{phase}: after {row['after']}" if phase else "0: as shipped" for phase, row in enumerate(rows))
+    figure = line_chart(lines, {}, f"version ({names})", "agreement on held-out requests")
     path.write_text(svg(figure), encoding="utf-8")
 
 
@@ -178,8 +183,10 @@ def kinds(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     folder = [both.learn(kind, examples)[0] for kind, examples in data.learned.items()][-1]
     record: dict[str, Any] = {**facts(arguments), "draft": str(folder), "kinds": {}}
     shown = table("One draft -> a specialist", "held out", "agreement", "tokens per verify", "ratio, 95 % interval")
-    for kind, examples in data.learned.items():
-        alone = Learner(arguments.out / f"only_{kind}", 2 * arguments.epochs, data.replay, draft, console)
+    for phase, (kind, examples) in enumerate(data.learned.items()):
+        # The one draft trained on a kind in its own phase, and as older examples in each later one.
+        epochs = arguments.epochs * (len(data.learned) - phase)
+        alone = Learner(arguments.out / f"only_{kind}_{epochs:g}", epochs, data.replay, draft, console)
         specialist, manifest = alone.learn(kind, examples)
         before, after = (score_draft(each, data.held_out[kind], draft.draft_tokens) for each in (folder, specialist))
         found = compare(before, after)
@@ -203,10 +210,6 @@ def kinds(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 def facts(arguments: argparse.Namespace) -> dict[str, Any]:
     chosen = {name: getattr(arguments, name) for name in ("count", "held_out", "tokens", "epochs", "threads")}
     return {"processor": processor(), **chosen}
-
-
-def dumped(figures: Mapping[str, Figures]) -> dict[str, Any]:
-    return {kind: each.model_dump() for kind, each in figures.items()}
 
 
 def write(path: Path | None, record: Mapping[str, Any]) -> None:
