@@ -139,5 +139,5 @@ def test_a_recording_that_contradicts_itself_is_refused(wrong):
     sent = actor("target", (1.0, "verify", "a"), (2.0, "decided", "b"), (3.0, "verify", "a"))
     fields = unpacked(pack(sent), TypeAdapter(dict[str, Any]))
     assert unpack(packed(fields)) == sent
-    with pytest.raises(ValueError, match=r"packed recording|_Columns|argument 2 is longer"):
+    with pytest.raises(ValueError, match=r"malformed recording|_Columns|argument 2 is longer"):
         unpack(packed({**fields, **wrong}))

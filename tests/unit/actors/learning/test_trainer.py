@@ -257,9 +257,12 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 
+import torch
+
 from actors.learning.trainer import Draft, Trainer
 from cluster.config import LearningOptions
 
+torch.set_num_threads(1)  # as in the tests: another number of threads rounds differently
 passes = 0
 times = iter(range(0, 10**9, 20))
 time.monotonic = lambda: float(next(times))  # 20 s per reading, so every other step saves the state
