@@ -56,7 +56,7 @@ def test_where_targets_share_a_drafter_the_gain_ends_earlier():
     assert recommendation.limits.draft_s < 0.9 * alone.draft_s
     there = replace(inputs, draft=DraftQuality((recommendation.limits.acceptance,)))
     assert simulate(there, recommendation.limits.candidate).gain(recommendation.plain) == pytest.approx(1.0, rel=0.05)
-    assert "lock-step: 4 : 1, K = 4, 4 sessions" in " ".join(
+    assert "lock-step: 4 : 1, K = 4, 4 concurrent sessions" in " ".join(
         shown(recommendation_report(inputs, recommendation)).split()
     )
     found = recommendation_data(inputs, recommendation)["limits"]
@@ -77,7 +77,7 @@ def test_under_a_given_rate_latency_decides():
     recommendation = recommend(inputs)
     assert recommendation.best.latency_s < recommendation.plain.latency_s / 1.5
     gain = recommendation.plain.latency_s / recommendation.best.latency_s
-    assert f"{gain:.2f}x the speed of an answer by plain decoding" in recommendation_text(inputs, recommendation)
+    assert f"{gain:.2f}x the speed of an answer by non-speculative decoding" in recommendation_text(inputs, recommendation)
     assert 0 < recommendation.at_once < 2
     assert recommendation.in_process.latency_s < recommendation.plain.latency_s
 
@@ -88,7 +88,7 @@ def test_what_does_not_keep_up_has_no_latency_to_show():
     plain = replace(recommendation.plain, keeps_up=False)
     others = [replace(one, keeps_up=one.candidate.mode is not Mode.LOCK_STEP) for one in recommendation.results[1:]]
     some = replace(recommendation, results=(plain, *others), plain=plain)
-    assert "plain decoding does not keep up" in recommendation_text(inputs, some)
+    assert "non-speculative decoding does not keep up" in recommendation_text(inputs, some)
     assert "grows" in shown(recommendation_report(inputs, some))
     assert "grows" not in shown(recommendation_report(inputs, recommendation))
     labels = {line.get_label() for line in recommendation_chart(inputs, some).axes[0].lines}

@@ -371,7 +371,7 @@ async def test_a_drafter_dials_only_known_targets(caplog):
         with pytest.raises(TimeoutError):
             await within(0.2, dialled.wait())
         assert drafter.scheduler.refusals.counts["an Open with an unknown target"] == 2
-        assert len([record for record in caplog.records if "no known target" in record.getMessage()]) == 1
+        assert len([record for record in caplog.records if "unknown target" in record.getMessage()]) == 1
 
 
 async def test_a_drafter_with_a_routers_name_takes_no_session():
