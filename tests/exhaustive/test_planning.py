@@ -77,7 +77,9 @@ def test_under_a_given_rate_latency_decides():
     recommendation = recommend(inputs)
     assert recommendation.best.latency_s < recommendation.plain.latency_s / 1.5
     gain = recommendation.plain.latency_s / recommendation.best.latency_s
-    assert f"{gain:.2f}x the speed of an answer by non-speculative decoding" in recommendation_text(inputs, recommendation)
+    assert f"{gain:.2f}x the speed of an answer by non-speculative decoding" in recommendation_text(
+        inputs, recommendation
+    )
     assert 0 < recommendation.at_once < 2
     assert recommendation.in_process.latency_s < recommendation.plain.latency_s
 
