@@ -27,6 +27,7 @@ from serve_app.replica_counters import (
     counted_families,
     drafter_counts,
     example_counts,
+    kept_states_counts,
     routed_counts,
     target_counts,
     version_counts,
@@ -146,7 +147,7 @@ def test_every_family_has_a_description(clock: Clock) -> None:
     method = NgramDraft(3, 2)
     drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
     target = {*target_counts(a_target(clock), "m"), *attention_counts([])}
-    of_drafter = {**drafter_counts(drafter), **version_counts({})}
+    of_drafter = {**drafter_counts(drafter), **version_counts({}), **kept_states_counts({})}
     assert {*target, *of_drafter, *audit_counts(AUDITS), *routed_counts({}), *example_counts({})} == HELP.keys()
 
 
