@@ -47,13 +47,13 @@ Report = TypeVar("Report", TargetReport, DraftReport)
 def reported(kind: type[Report], metrics: Mapping[str, Mapping[Any, float]]) -> list[Report]:
     """Builds the reports of all replicas with a complete set of metrics; `metrics` maps name and replica to value."""
     names = [field.name for field in fields(kind)]
-    return [kind(**{name: metrics[name][replica] for name in names}) for replica in tellers(names, metrics)]
+    return [kind(**{name: metrics[name][replica] for name in names}) for replica in reporting_replicas(names, metrics)]
 
 
-def tellers(names: Iterable[str], metrics: Mapping[str, Mapping[Any, float]]) -> list[Any]:
+def reporting_replicas(names: Iterable[str], metrics: Mapping[str, Mapping[Any, float]]) -> list[Any]:
     """Returns the replicas that have reported all named metrics, in a stable order."""
-    told = [metrics.get(name, {}) for name in names]
-    return sorted(set.intersection(*(set(values) for values in told)), key=str)
+    reports = [metrics.get(name, {}) for name in names]
+    return sorted(set.intersection(*(set(values) for values in reports)), key=str)
 
 
 class CounterDeltas:
@@ -291,7 +291,7 @@ def as_numbers(settings: Settings) -> dict[str, float]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def told(kind: type[Scaling], pool: str, metrics: Mapping[str, Mapping[Any, float]]) -> Scaling | None:
+def reported_settings(kind: type[Scaling], pool: str, metrics: Mapping[str, Mapping[Any, float]]) -> Scaling | None:
     """Reads one pool's settings from metrics, which map name and replica to value.
 
     Returns None until a replica has reported every required setting. During an update, replicas report different
@@ -299,7 +299,7 @@ def told(kind: type[Scaling], pool: str, metrics: Mapping[str, Mapping[Any, floa
     """
     names = {field.name: _name(pool, field.name) for field in fields(kind)}
     always = [names[field.name] for field in fields(kind) if field.default is not None]
-    replicas = tellers(always, metrics)
+    replicas = reporting_replicas(always, metrics)
     if not replicas:
         return None
     arguments: dict[str, Any] = {field: metrics.get(name, {}).get(replicas[-1]) for field, name in names.items()}
@@ -345,13 +345,13 @@ class PoolsPolicy:
             key, one = pools[TARGET]
             metrics = one.aggregated_metrics
             targets = reported(TargetReport, metrics)
-            scaling = told(TargetScaling, TARGET, metrics)
+            scaling = reported_settings(TargetScaling, TARGET, metrics)
             now = one.current_time
             decided[key] = decide_targets(_pool(one), targets, scaling, now) if scaling else stay(_pool(one), now)
             target_size = decided[key].size
         if DRAFT in pools:
             key, one = pools[DRAFT]
-            decided[key] = _drafters(one, told(DraftScaling, DRAFT, metrics), targets, target_size)
+            decided[key] = _drafters(one, reported_settings(DraftScaling, DRAFT, metrics), targets, target_size)
         sizes = {key: decision.size for key, decision in decided.items()}
         return sizes, {key: {"wishes": decision.wishes} for key, decision in decided.items()}
 

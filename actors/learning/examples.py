@@ -193,7 +193,7 @@ class ExampleStore:
         )
 
     def sweep(self) -> None:
-        """Drops what exceeds the limits by now."""
+        """Deletes examples and states that exceed the limits."""
         with self._transaction() as run:
             self._drop_excess(run)
 
@@ -379,7 +379,7 @@ class _Record:
 class StateRecorder:
     """Keeps the hidden states that a drafter's head reads, and writes a session's when it ends.
 
-    Keeps them only of sessions whose Open says `may_learn`. A drafting method calls it on the drafting thread.
+    Ignores sessions opened without `may_learn`. A drafting method calls it on the drafting thread.
     """
 
     def __init__(self, open_store: Callable[[], ExampleStore], kind: str, row_bytes: int) -> None:

@@ -27,6 +27,7 @@ from actors.learning.trainable import (
     Row,
     RowLimits,
     Weights,
+    check_tokens,
     collate,
     cross_entropy,
     first_choices,
@@ -34,7 +35,6 @@ from actors.learning.trainable import (
     write_draft,
 )
 from actors.learning.trainee import Load, TrainingOptions, TrainingPass
-from cluster.errors import ModelError
 from cluster.learning import Example, SessionScore
 from protos.messages import StatesFormat
 
@@ -116,9 +116,9 @@ class StatesFile:
 class HeadLearning:
     """A deployment's head as a draft that learns."""
 
-    kind: str  # of the states in the store, see `examples.KeptStates`
+    kind: str  # kind of states in the store, see `examples.KeptStates`
     layout: StatesFormat
-    layers: tuple[int, ...]  # of the target, whose states the head reads, see `protos.messages.StatesNeeded`
+    layers: tuple[int, ...]  # target layers read by the head, see `protos.messages.StatesNeeded`
     load: Callable[[Path], LoadedHead]
 
     def trainee(self, states: StatesFile) -> Load:
@@ -156,8 +156,7 @@ class HeadTrainee:
         limits = limits.within(self._head.max_positions)
         found = []
         for example in examples:
-            if unknown := [token for token in (*example.prompt, *example.answer) if token >= self._head.vocabulary]:
-                raise ModelError(f"an example has token {unknown[0]}, but the head's target has none of this id")
+            check_tokens(example, self._head.vocabulary)
             found.append(rows_with_states(example, *self._states.span(example.session), limits))
         return found
 

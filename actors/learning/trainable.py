@@ -71,7 +71,7 @@ class Row:
 
     tokens: tuple[int, ...]
     predicted: int
-    session: str = ""  # whose hidden states are read with the tokens, for heads
+    session: str = ""  # session with the hidden states of these tokens, for heads
     first: int = 0  # position of the first token in the example
 
 
@@ -86,6 +86,15 @@ def rows_of(example: Example, limits: RowLimits) -> list[Row]:
         if predicted:
             found.append(Row(tokens, predicted))
     return found
+
+
+def check_tokens(example: Example, vocabulary: int) -> None:
+    """Raises ModelError if the example has a token outside a draft's vocabulary."""
+    if unknown := [token for token in (*example.prompt, *example.answer) if not 0 <= token < vocabulary]:
+        raise ModelError(
+            f"an example has token {unknown[0]}, but the draft's vocabulary has {vocabulary} tokens; train on examples"
+            " of the draft's own target"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +214,7 @@ class TrainableDraft(nn.Module):
         limits = limits.within(context_length(self.model.config))
         found = []
         for example in examples:
-            if unknown := [token for token in (*example.prompt, *example.answer) if not 0 <= token < self.vocabulary]:
-                raise ModelError(
-                    f"an example has token {unknown[0]}, but the draft's vocabulary has {self.vocabulary} tokens; train"
-                    " on examples of the draft's own target"
-                )
+            check_tokens(example, self.vocabulary)
             found.append(rows_of(example, limits))
         return found
 

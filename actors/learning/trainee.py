@@ -1,4 +1,4 @@
-"""What `training.train` needs to know about a draft: `Trainee`, and the options of a training."""
+"""The interface of trainable drafts, `Trainee`, and the options of a training."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ class DraftSequence:
     passed_len: int | None = None  # length at which the target did not wait for a block
     sent_len: int | None = None  # base length of the latest sent block
     block: DraftTree = NO_TREE  # latest sent block
-    counted_from: int = 0  # blocks from this base length on come from the current weights
+    counted_from: int = 0  # minimum base length of blocks drafted with the current weights
     unverified: DraftTree | None = None  # drafts in the target's current step; None after lookahead from them
     chances: tuple[float, ...] = ()  # cumulative acceptance probabilities of `unverified`, if known
     guesses: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # sent ahead, by address

@@ -81,7 +81,7 @@ class ReadsStates(Protocol):
 
 
 class RecordsStates(Protocol):
-    """Receives what a method that reads hidden states is told of its sessions, to keep the states as examples."""
+    """Records the hidden states that a method receives, to keep them as training examples."""
 
     def open(self, request: Open) -> None: ...
 

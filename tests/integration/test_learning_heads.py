@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 
@@ -74,6 +75,15 @@ class World:
         self.method = create_method(self.draft, setup)
         return self.method
 
+    def cluster(self) -> AbstractAsyncContextManager[Cluster]:
+        return cluster(
+            logits=torch.zeros(VOCABULARY, 1),
+            context=CONTEXT,
+            lock_step=True,
+            reading=self.reading(),
+            examples=self.writer.offer,
+        )
+
     def trainer(self) -> Trainer:
         head = head_learning(self.draft, str(TARGET))
         return Trainer(self.options, Draft(checkpoint("eagle3"), "eagle", FINGERPRINT, 4, head=head), [])
@@ -111,13 +121,7 @@ async def learns_from_traffic(folder: Path, project: str) -> None:
     world = World(folder, project)
     versions = VersionFolder(folder)
     shown = prompts(8, seed=9)
-    async with cluster(
-        logits=torch.zeros(VOCABULARY, 1),
-        context=CONTEXT,
-        lock_step=True,
-        reading=world.reading(),
-        examples=world.writer.offer,
-    ) as c:
+    async with world.cluster() as c:
         c.hurry()
         before = await served(c, shown, learns=False)
         await served(c, prompts(PROMPTS, seed=1))
@@ -158,13 +162,7 @@ async def learns_from_traffic(folder: Path, project: str) -> None:
 
 async def test_states_of_sessions_that_may_not_learn_never_reach_the_disk(tmp_path: Path) -> None:
     world = World(tmp_path, "target")
-    async with cluster(
-        logits=torch.zeros(VOCABULARY, 1),
-        context=CONTEXT,
-        lock_step=True,
-        reading=world.reading(),
-        examples=world.writer.offer,
-    ) as c:
+    async with world.cluster() as c:
         c.hurry()
         await served(c, prompts(4, seed=1), learns=False)
         await served(c, prompts(3, seed=2), learns=True)

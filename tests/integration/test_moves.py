@@ -43,7 +43,7 @@ async def test_the_only_target_finishes_its_sessions_before_leaving():
 
 
 async def test_sessions_left_after_the_drain_time_move_to_another_target():
-    """For the router, the other target is down until the first has left."""
+    """The router sees the other target as down until the first has left."""
     async with cluster(targets=2) as c:
         running = await a_session_in_mid_stream(c)
         left = serving(c)

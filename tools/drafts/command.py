@@ -87,7 +87,7 @@ def measure(
     json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write results to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="OUT", help="Write an SVG chart to this file.")] = None,
 ) -> None:
-    """Measures several drafts over the same answers of one target, in this process, under Gumbel coupling."""
+    """Measures several drafts in this process, on the same answers of one target, under Gumbel coupling."""
     from cluster.config import load_config
     from serve_app.demo_data import BENCH_PROMPTS
     from serve_app.operations.preflight import check_models

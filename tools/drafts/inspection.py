@@ -250,9 +250,10 @@ def _looked_at(
 
 def _draft_pool(folder: Path, method: str, options: Options) -> DraftPool:
     """Returns the configuration section for the checkpoint."""
-    told = sorted(set(options).intersection(FOUND))
-    if told:
-        raise ConfigError(f"draft.{told[0]} follows from the checkpoint in {folder}; do not set it")
+    if overridden := sorted(set(options).intersection(FOUND)):
+        raise ConfigError(
+            f"draft.{overridden[0]} is read from the checkpoint in {folder}; remove --set draft.{overridden[0]}"
+        )
     model = {"model": str(folder)} if method in MODEL_METHODS else {}
     return validated({"model": {"target": "TARGET"}, "draft": {"method": method, **model, **options}}).draft
 

@@ -411,7 +411,7 @@ def test_sessions_of_one_pass_get_what_each_gets_alone(kind: Kind) -> None:
 
 @RULES
 def test_blocks_ahead_are_for_possible_verdicts_and_right(kind: Kind, acceptance: Any, sampling: Sampling) -> None:
-    """For methods without target states, a right lookahead block equals the block drafted after the verdict."""
+    """A correct lookahead block equals the block drafted after the verdict, unless the method reads target states."""
     want = a_want(kind.text, 3, sampling=sampling, acceptance=acceptance)
     for drafted in (0, 2, 3):
         drafter = Drafter(kind).open(want)

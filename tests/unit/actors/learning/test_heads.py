@@ -77,7 +77,7 @@ LAYOUT = StatesFormat(96, StateDtype.BFLOAT16)  # three states of the target, 32
 
 
 def walks(count: int, states: StatesFile, seed: int = 0) -> list[Example]:
-    """Texts in which the state before last tells the token, whatever came in between."""
+    """Random texts in which each token is a function of the token two positions before."""
     drawn = torch.Generator().manual_seed(seed)
     table = torch.randn(96, 96, generator=torch.Generator().manual_seed(1))
     found = []

@@ -84,7 +84,7 @@ def one_by_one(step: list[PendingBlock], logits: Tensor) -> list[BlockDecision]:
 
 
 def some_logits(step: list[PendingBlock], seed: int) -> Tensor:
-    """Returns logits that favor the drafts, so many are accepted; coarse values cause ties."""
+    """Returns coarse logits that favor the draft tokens: most are accepted, and ties occur."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(sum(block.positions for block in step), VOCABULARY, generator=generator) * 4).round() / 4
     begin = 0

@@ -48,7 +48,7 @@ def test_every_node_of_a_tree_is_processed_as_after_its_own_path(sampling, gener
 
 
 def test_frequency_penalty_grows_along_the_draft():
-    """As in vLLM's test_frequency_penalties, a token loses its lead through repetition inside the block."""
+    """Repetition inside the block costs a token its lead, as in vLLM's test_frequency_penalties."""
     logits = torch.zeros(4, VOCABULARY)
     logits[:, 1] = 3.0
     logits[:, 5] = 0.5

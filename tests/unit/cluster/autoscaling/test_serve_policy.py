@@ -28,16 +28,16 @@ SETTINGS = as_numbers({TARGET: asdict(TARGETS), DRAFT: asdict(DRAFTERS)})
 
 def observed(
     deployment: str,
-    *told: dict[str, float],
+    *reports: dict[str, float],
     size: int = 1,
     bounds: tuple[int, int] = (1, 4),
     now: float = 0,
 ) -> Observed:
-    """Returns the policy's input; `told` holds one report per replica."""
-    names = told[0] if told else ()
+    """Returns the policy's input; `reports` has one item per replica."""
+    names = reports[0] if reports else ()
     return SimpleNamespace(
         deployment_name=deployment,
-        aggregated_metrics={name: {at: one[name] for at, one in enumerate(told)} for name in names},
+        aggregated_metrics={name: {at: one[name] for at, one in enumerate(reports)} for name in names},
         target_num_replicas=size,
         capacity_adjusted_min_replicas=bounds[0],
         capacity_adjusted_max_replicas=bounds[1],

@@ -1,4 +1,4 @@
-"""For an engine with its own page management, the fed tokens count instead of the plan."""
+"""An engine that manages its own pages is limited by the tokens fed, not by the plan."""
 
 from collections.abc import Mapping
 from dataclasses import replace

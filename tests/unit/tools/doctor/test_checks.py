@@ -115,7 +115,7 @@ def test_shared_memory_must_hold_the_object_store_and_the_ranks() -> None:
 
 
 def test_rays_drain_time_must_cover_the_configured_one() -> None:
-    """By default, 55 s are required: 30 s of drain, 10 s to end, and 15 s until Serve notices."""
+    """The default minimum is 55 s: 30 s of drain, 10 s to end, and 15 s until Serve notices."""
     facts = cluster(found("1"), found("2", ray_drain_s=54.0))
     (line,) = faults(facts)["drain"]
     assert line.startswith("10.0.0.2: Ray drains the node for 54 s, but its replicas may")

@@ -69,7 +69,7 @@ def test_options_are_applied_to_the_shown_head() -> None:
     [
         ("draft.eagle.norm=both", "draft.eagle.norm: unknown key"),
         ("draft.dflash.quantization=int8", "method eagle does not use the options in dflash"),
-        ("draft.model=other", "draft.model follows from the checkpoint"),
+        ("draft.model=other", "draft.model is read from the checkpoint"),
         ("model.max_context=9", "--set only accepts keys of the section draft"),
         ("draft=eagle", "--set only accepts keys of the section draft"),
         ("draft.eagle.layer_ids", "malformed; expected section.key=value"),
