@@ -1,6 +1,7 @@
 """A real deployment's draft pool scales from zero with demand and back; every answer is exact."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from tests.integration.test_serving import ask, ask_all, eventually
 
 PROMPTS = tuple(f"Count from {first} to one hundred, one number a line." for first in range(1, 7))
 TOKENS = 200
-ROUNDS = 20  # of all prompts until the pool has grown; drafters start slowly on a busy machine
+GROWN_S = 180  # limit for the pool to grow under load; drafters start slowly on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +29,16 @@ def replicas(served: Served, deployment: str) -> int:
     return status.replica_states.get("RUNNING", 0)
 
 
-def test_the_draft_pool_follows_what_is_asked_of_it(served: Served) -> None:
+def test_draft_pool_follows_demand(served: Served) -> None:
     """Six sessions at two per drafter need three drafters; the number of targets stays at one."""
     reference = Reference(served.config.model.target)
     assert replicas(served, "Drafter") == 0
     reference.assert_greedy(PROMPTS[0], 8, ask(served, PROMPTS[0], 8))
-    for _ in range(ROUNDS):
+    deadline = time.monotonic() + GROWN_S
+    while replicas(served, "Drafter") < 3 and time.monotonic() < deadline:
         answers = asyncio.run(ask_all(served, PROMPTS, TOKENS))
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             reference.assert_greedy(prompt, TOKENS, answer)
-        if replicas(served, "Drafter") == 3:
-            break
     assert replicas(served, "Drafter") == 3
     assert replicas(served, "Target") == 1
     (target,) = served.inspect("Target")

@@ -1,61 +1,32 @@
 """Over Ray and HTTP, a drafter's proposals turn to noise, and operators see the countermeasures."""
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-from ray.serve.handle import DeploymentHandle
 
-from cluster.config import SlipstreamConfig
-from serve_app.deployments import DraftDeployment
 from serve_app.status import remedies_table
-from tests.exhaustive.noisy_drafter import AfterTokens, TurnsToNoise
-from tests.integration.serving import Reference, Served, demo_served
+from tests.exhaustive.noisy_deployment import MARK
+from tests.integration.serving import Reference, Served, built_by, demo_served
 
-MARK = "SLIPSTREAM_TEST_NOISY_DRAFTER"  # path of a file; the drafter that creates it becomes noisy
-GOOD_TOKENS = 200
-VOCABULARY = 49_152
 PROMPTS = 4  # concurrent prompts
 ROUNDS = 12  # maximum rounds
 ANSWER = 160  # tokens per answer
-
-
-def is_first(mark: Path, name: str) -> bool:
-    """Returns whether no other process has created the file."""
-    try:
-        with mark.open("x") as file:
-            file.write(name)
-    except FileExistsError:
-        return False
-    return True
-
-
-class OneIsNoisy(DraftDeployment):
-    """Drafter that turns to noise if it is the first of its pool."""
-
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: SlipstreamConfig, targets: DeploymentHandle[Any]
-    ) -> None:
-        await super().__init__(config, targets)  # type: ignore[misc]
-        if is_first(Path(os.environ[MARK]), self._server.address):
-            self._drafter._method = TurnsToNoise(self._drafter._method, AfterTokens(GOOD_TOKENS), VOCABULARY)
 
 
 @pytest.fixture
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "noisy"
     monkeypatch.setenv(MARK, str(path))
-    monkeypatch.setattr("serve_app.app.DraftDeployment", OneIsNoisy)
     return path
 
 
 @pytest.fixture
 def served(mark: Path) -> Iterator[Served]:
     drafters = ("draft.replicas={min: 2, max: 2}", "draft.resources.num_cpus=0.2")
-    with demo_served(*drafters, "speculation.schedule=lock_step", "speculation.draft_tokens=4") as served:
+    steps = ("speculation.schedule=lock_step", "speculation.draft_tokens=4")
+    with built_by("tests.exhaustive.noisy_deployment:build"), demo_served(*drafters, *steps) as served:
         yield served
 
 
