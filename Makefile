@@ -120,7 +120,7 @@ image-steps:
 
 # The generated half of docs/configuration.md.
 docs: setup
-	$(BIN)/python docs/generate.py
+	$(BIN)/python -m docs.generate
 
 bench: models
 	taskset --cpu-list 1 $(BIN)/slipstream bench --generate $(PINNED)

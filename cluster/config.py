@@ -82,12 +82,10 @@ Seconds = Annotated[float, Field(gt=0)]
 class ModelConfig(Section):
     """The served model."""
 
-    target: str = Field(description="Hugging Face id, or folder (relative to the config file)")
-    served_name: str | None = Field(None, description="model name in the API; default: last part of `model.target`")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="data type of weights and activations, for target and draft"
-    )
-    max_context: Positive = Field(2048, description="maximum tokens per session, prompt included")
+    target: str = Field(description="Hugging Face id or folder")
+    served_name: str | None = Field(None, description="name in the API; default: last part of `model.target`")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="data type of target and draft")
+    max_context: Positive = Field(2048, description="maximum tokens of prompt and answer")
 
     @property
     def name(self) -> str:
@@ -97,11 +95,11 @@ class ModelConfig(Section):
 class Resources(Section):
     """Resources reserved by Ray for one model process."""
 
-    num_cpus: float = Field(1, ge=0, description="number of CPUs; may be fractional")
+    num_cpus: float = Field(1, ge=0, description="CPUs; may be fractional")
     num_gpus: float = Field(
         0,
         ge=0,
-        description="number of GPUs, or a fraction of one GPU and its memory",
+        description="GPUs, or a fraction of one GPU and its memory",
     )
     accelerator_type: str | None = Field(None, description="Ray accelerator type, such as L4")
     custom: dict[str, float] = Field(default_factory=dict, description="custom Ray resources")
@@ -129,21 +127,21 @@ class CacheConfig(Section):
     gib: float | None = Field(
         None,
         gt=0,
-        description="cache size in GiB; default on CPUs: max_sessions times max_context tokens, up to half of the free"
-        " memory; on GPUs: nine tenths of the memory, or of the num_gpus share",
+        description="size in GiB; default on GPUs: 0.9 of the num_gpus share; on CPUs: max_sessions times max_context "
+        "tokens, at most half of the free memory",
     )
 
 
 class Replicas(Section):
     """Size limits and scaling rules of a pool; equal limits fix its size."""
 
-    min: Annotated[int, Field(ge=0)] = Field(1, description="minimum number of replicas")
-    max: Positive = Field(1, description="maximum number of replicas")
+    min: Annotated[int, Field(ge=0)] = Field(1, description="minimum pool size")
+    max: Positive = Field(1, description="maximum pool size")
     sessions_per_replica: float | None = Field(
         None, gt=0, description="desired sessions per replica; default: half of max_sessions"
     )
-    up_delay_s: float = Field(10, ge=0, description="delay before adding replicas, in seconds")
-    down_delay_s: float = Field(300, ge=0, description="delay before removing replicas, in seconds")
+    up_delay_s: float = Field(10, ge=0, description="delay before adding replicas")
+    down_delay_s: float = Field(300, ge=0, description="delay before removing replicas")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -155,8 +153,8 @@ class Replicas(Section):
 class TargetReplicas(Replicas):
     """Scaling of the target pool, which is never empty."""
 
-    min: Positive = Field(1, description="minimum number of replicas")
-    first_token_s: Seconds = Field(2, description="time to first token that triggers scale-up, in seconds")
+    min: Positive = Field(1, description="minimum pool size")
+    first_token_s: Seconds = Field(2, description="time to first token that triggers scale-up")
 
 
 class DraftReplicas(Replicas):
@@ -165,7 +163,7 @@ class DraftReplicas(Replicas):
     The pool may be empty; targets then decode without speculation.
     """
 
-    min: Annotated[int, Field(ge=0)] = Field(1, description="minimum number of replicas; 0: scale to zero without load")
+    min: Annotated[int, Field(ge=0)] = Field(1, description="minimum pool size; 0: scale to zero without load")
     per_target: float | None = Field(None, gt=0, description="drafters per target replica; default: scale by load")
 
     @model_validator(mode="after")
@@ -187,30 +185,23 @@ class TargetPool(Section):
 
     engine: Literal["slipstream", "vllm", "mixed"] = Field(
         "slipstream",
-        description="slipstream: own engine. vllm: vLLM engine, limited to chains and coupled acceptance. mixed: half"
-        " of the replicas use vLLM",
+        description="inference engine; mixed: half of the replicas use vLLM",
     )
-    vllm: dict[str, Any] = Field(default_factory=dict, description="vLLM EngineArgs, for example quantization")
-    tensor_parallel: Positive = Field(1, description="number of tensor-parallel ranks per replica")
+    vllm: dict[str, Any] = Field(default_factory=dict, description="fields of vLLM's EngineArgs")
+    tensor_parallel: Positive = Field(1, description="tensor-parallel ranks per replica")
     replicas: TargetReplicas = TargetReplicas()
     resources_per_rank: Resources = Resources()
     cache_per_rank: CacheConfig = CacheConfig()
     max_sessions: Positive = Field(16, description="maximum concurrent sessions per replica; further sessions queue")
-    max_step_tokens: Positive = Field(
-        512, description="maximum tokens per forward pass; longer prompts are prefilled in chunks"
-    )
+    max_step_tokens: Positive = Field(512, description="maximum tokens per step; longer prompts run in chunks")
     step_timeout_s: Seconds = Field(
         60,
-        description="maximum duration of a step, in seconds; the actual limit is thirty times the measured duration,"
-        " between ten seconds and this value",
+        description="maximum duration of a step; fast steps have shorter limits",
     )
-    start_timeout_s: Seconds = Field(
-        3600, description="maximum time to load and profile the model, in seconds, before the replica is replaced"
-    )
+    start_timeout_s: Seconds = Field(3600, description="maximum time to load and profile the model")
     drain_s: Seconds = Field(
         30,
-        description="time, in seconds, for which a stopping replica still serves sessions that no other replica"
-        " accepts",
+        description="time for which a stopping replica serves sessions that no other replica accepts",
     )
 
     @model_validator(mode="after")
@@ -256,23 +247,21 @@ class LearningOptions(Section):
     Without this section, nothing is stored.
     """
 
-    folder: str = Field(description="folder for examples and trained versions, shared by routers, trainer and drafters")
+    folder: str = Field(description="shared folder of examples and trained versions")
     consent: Consent = Field(
         Consent.OPTED_IN,
         description='opted_in: store only requests with metadata.learn "true"; all: store all except "false"',
     )
-    max_tokens: Positive = Field(
-        2_000_000, description="maximum tokens of stored examples; the oldest are deleted first"
-    )
-    max_age_days: float = Field(30, gt=0, description="maximum age of examples, in days")
+    max_tokens: Positive = Field(2_000_000, description="maximum stored tokens; the oldest examples are deleted first")
+    max_age_days: float = Field(30, gt=0, description="maximum age of examples")
     max_state_bytes: Positive = Field(
-        4_000_000_000, description="bytes of hidden states to keep, from which heads learn; the oldest leave first"
+        4_000_000_000, description="maximum size of stored hidden states; the oldest are deleted first"
     )
     resources: Annotated[Resources, BeforeValidator(_idle_resources)] = Field(
         IDLE,
         description="resources reserved for the trainer; idle: none, train at idle CPU priority",
     )
-    min_examples: Positive = Field(200, description="number of new examples that triggers training")
+    min_examples: Positive = Field(200, description="new examples that trigger training")
     epochs: float = Field(2, gt=0, description="training epochs")
     learning_rate: float = Field(1.5e-4, gt=0, description="peak learning rate of AdamW")
     replay: str | None = Field(
@@ -281,10 +270,10 @@ class LearningOptions(Section):
     )
     replay_share: float = Field(0.5, ge=0, lt=1, description="share of general conversations in each batch")
     max_general_loss: float = Field(
-        0.03, ge=0, description="maximum drop in agreement on general conversations for a promotion"
+        0.03, ge=0, description="promotion: maximum drop in agreement on general conversations"
     )
-    min_sessions: Positive = Field(16, description="minimum held-out sessions for a promotion")
-    keep_versions: int = Field(4, ge=2, description="number of versions kept on disk")
+    min_sessions: Positive = Field(16, description="promotion: minimum held-out sessions")
+    keep_versions: int = Field(4, ge=2, description="versions kept on disk")
 
 
 class DraftPool(Section):
@@ -308,7 +297,7 @@ class DraftPool(Section):
         "draft_model",
         description="drafting method; see docs/drafts.md",
     )
-    model: str | None = Field(None, description="Hugging Face id or folder of the draft model or head")
+    model: str | None = Field(None, description="Hugging Face id or folder of the draft")
     draft_model: DraftModelOptions = DraftModelOptions()
     ngram: NgramOptions = NgramOptions()
     layer_skip: LayerSkipOptions = LayerSkipOptions()
@@ -378,20 +367,16 @@ class DraftPool(Section):
 class SpeculationConfig(Section):
     """Draft length, acceptance rule and schedule of speculation."""
 
-    draft_tokens: int = Field(
-        5, ge=0, le=MAX_BLOCK_TOKENS, description="maximum draft length, in tokens; 0: no speculation"
-    )
+    draft_tokens: int = Field(5, ge=0, le=MAX_BLOCK_TOKENS, description="maximum draft length; 0: no speculation")
     acceptance: Annotated[
         Literal["coupled", "rejection"], BeforeValidator(lambda value: "rejection" if value == "ratio" else value)
     ] = Field(
         "coupled",
-        description="acceptance rule: Gumbel coupling or rejection sampling (alias: ratio); requests with a seed"
-        " always use coupled",
+        description="Gumbel coupling or rejection sampling (alias: ratio); seeded requests use coupled",
     )
     schedule: Literal["adaptive", "lock_step"] = Field(
         "adaptive",
-        description="adaptive: draft lengths and waits depend on the measured gain; lock_step: draft draft_tokens"
-        " tokens for all sessions, then verify all",
+        description="adaptive: draft by measured gain; lock_step: always draft draft_tokens tokens for all sessions",
     )
 
     @property
@@ -406,18 +391,18 @@ class AuditConfig(Section):
     near_tie: float | None = Field(
         None,
         ge=0,
-        description="logit margin below which a mismatch counts as rounding; default: depends on model.dtype",
+        description="logit margin below which a mismatch counts as rounding; default: by dtype",
     )
     max_waiting: Positive = Field(64, description="maximum queued audits; further audits are dropped")
     max_waiting_tokens: Positive = Field(1 << 18, description="maximum tokens of queued audits, prompts included")
     records: str | None = Field(None, description="JSON Lines file for differences; default: log only")
-    max_record_bytes: Positive = Field(1 << 20, description="maximum size of the records file, in bytes")
+    max_record_bytes: Positive = Field(1 << 20, description="maximum size of the records file")
 
 
 class AdminConfig(Section):
     """A separate address for `/metrics` and the live page; it also serves the API."""
 
-    host: str = Field("127.0.0.1", description="bind address of the admin port, on each machine with a router")
+    host: str = Field("127.0.0.1", description="bind address of the admin port")
     port: int = Field(
         0,
         ge=0,
@@ -431,14 +416,14 @@ class ServerConfig(Section):
 
     host: str = Field("127.0.0.1", description="bind address; 0.0.0.0: all interfaces")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free port")
-    routers: Positive = Field(1, description="number of router replicas")
-    max_body_bytes: Positive = Field(4 << 20, description="maximum size of a request body, in bytes; otherwise 413")
-    body_timeout_s: Seconds = Field(30, description="maximum time to receive a body, in seconds; otherwise 408")
+    routers: Positive = Field(1, description="router replicas")
+    max_body_bytes: Positive = Field(4 << 20, description="maximum size of a request body; otherwise 413")
+    body_timeout_s: Seconds = Field(30, description="maximum time to receive a body; otherwise 408")
     request_timeout_s: Seconds | None = Field(
         None,
-        description="maximum duration of a request, in seconds; otherwise 408 or a stream error; default: unlimited",
+        description="maximum duration of a request; otherwise 408 or a stream error; default: unlimited",
     )
-    keep_alive_s: Positive = Field(60, description="lifetime of idle connections, in seconds")
+    keep_alive_s: Positive = Field(60, description="lifetime of idle connections")
     max_requests: Positive = Field(
         1024,
         description="maximum active sessions per router, concurrent uploads, and requests queued at Serve's proxy;"
@@ -451,25 +436,23 @@ class ServerConfig(Section):
         "model",
         description="source of omitted sampling parameters. model: generation_config.json; none: OpenAI's defaults",
     )
-    drain_s: Seconds = Field(30, description="grace period of running requests at shutdown, in seconds")
+    drain_s: Seconds = Field(30, description="grace period of running requests at shutdown")
     stream_interval: Positive = Field(
         1,
         description="minimum tokens per stream event; higher values use less CPU",
     )
-    target_wait_s: Seconds = Field(60, description="maximum wait for a target replica, in seconds")
+    target_wait_s: Seconds = Field(60, description="maximum wait for a target replica")
     page: bool = Field(True, description="serve the live page at `/`")
     served_names: tuple[str, ...] = Field((), description="additional model names in the API")
-    cors_origins: tuple[str, ...] = Field((), description="CORS origins that may call the API; `*`: all")
-    stream_keep_alive_s: Seconds = Field(15, description="interval of keep-alive comments in idle streams, in seconds")
+    cors_origins: tuple[str, ...] = Field((), description="allowed CORS origins; `*`: all")
+    stream_keep_alive_s: Seconds = Field(15, description="interval of keep-alive comments in idle streams")
     keys: dict[str, ApiKey] = Field({}, description="API keys by name; empty: no authentication")
     insecure: bool = Field(False, description="allow a non-loopback address without API keys")
-    allow_special_tokens_in_text: bool = Field(
-        False, description="parse control tokens that appear as text in messages"
-    )
+    allow_special_tokens_in_text: bool = Field(False, description="parse control tokens in message text")
     response_template: Literal["auto", "none"] | dict[str, Any] = Field(
         "auto",
-        description="transformers response template for reasoning and tool calls. auto: from the checkpoint or"
-        " architecture; none: return all text as content",
+        description="template for reasoning and tool calls. auto: from checkpoint or architecture; none: all text is "
+        "content",
     )
     log_format: Literal["text", "json"] = Field("text", description="format of log lines")
     admin: AdminConfig = AdminConfig()

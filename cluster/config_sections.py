@@ -39,7 +39,7 @@ class DraftModelOptions(Section):
 
     quantization: Literal["none", "int8"] = Field(
         "none",
-        description="int8: 8-bit matrix products, on CPUs only; about twice as fast",
+        description="int8: 8-bit matrix products, about twice as fast; CPUs only",
     )
     min_confidence: float = Field(
         0.0,
@@ -47,16 +47,14 @@ class DraftModelOptions(Section):
         le=1,
         description="minimum estimated acceptance to extend an awaited block; ignored with rejection sampling",
     )
-    draft_probs_top_k: int = Field(
-        64, ge=1, le=1024, description="number of probabilities sent per token, for rejection sampling"
-    )
+    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="probabilities sent per token for rejection sampling")
 
 
 class NgramOptions(Section):
     """Options of methods that search the text for matching n-grams: ngram and hybrid."""
 
-    max_ngram: Positive = Field(4, description="maximum suffix length to search for, in tokens")
-    min_ngram: Positive = Field(2, description="minimum suffix length to search for, in tokens")
+    max_ngram: Positive = Field(4, description="longest suffix to match, in tokens")
+    min_ngram: Positive = Field(2, description="shortest suffix to match, in tokens")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -69,7 +67,7 @@ class LayerSkipOptions(Section):
     """Options of layer_skip, which drafts with a subset of the target's layers."""
 
     layers: Positive | tuple[int, ...] = Field(
-        4, description="number of leading layers, or a list of increasing layer ids from 0"
+        4, description="number of leading layers, or increasing layer ids from 0"
     )
 
     @model_validator(mode="after")
@@ -87,12 +85,11 @@ class LayerSkipOptions(Section):
 class SuffixOptions(NgramOptions):
     """Options of suffix, which searches the text and finished answers for matching suffixes."""
 
-    max_ngram: Positive = Field(16, description="maximum suffix length to search for, in tokens")
+    max_ngram: Positive = Field(16, description="longest suffix to match, in tokens")
     remembered_tokens: int = Field(
         1 << 17,
         ge=0,
-        description="number of tokens of recent answers to search, about 200 bytes each; 0: search only the session's"
-        " text",
+        description="searched tokens of recent answers, about 200 bytes each; 0: only the session's text",
     )
 
 
@@ -108,12 +105,10 @@ class HybridOptions(Section):
 class HeadOptions(Section):
     """Options of methods with a draft head, which reads the target's hidden states."""
 
-    draft_probs_top_k: int = Field(
-        64, ge=1, le=1024, description="number of probabilities sent per token, for rejection sampling"
-    )
+    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="probabilities sent per token for rejection sampling")
     quantization: Literal["none", "int8"] = Field(
         "none",
-        description="int8: 8-bit matrix products, on CPUs only",
+        description="int8: 8-bit matrix products; CPUs only",
     )
 
 
@@ -130,18 +125,17 @@ class EagleOptions(HeadOptions):
     )
     layer_ids: Literal["state", "output"] | None = Field(
         None,
-        description="meaning of layer id k in the head's configuration. state: state k; output: output of layer k,"
-        " which is state k + 1. The wrong choice ruins acceptance; default: from the head",
+        description="meaning of layer id k in the head's configuration: state k, or the output of layer k (state k + "
+        "1); default: from the head",
     )
     output_norm: Literal["nothing", "logits", "both"] | None = Field(
         None,
-        description="use of the final norm: nothing, only the logits, or both the logits and the head's recurrent"
-        " states. Overrides norm_output; default: from the head",
+        description="use of the final norm: nothing, the logits, or the logits and recurrent states; overrides "
+        "norm_output; default: from the head",
     )
     max_positions: Positive | None = Field(
         None,
-        description="maximum position of the head; published heads often state 2048 although trained for more;"
-        " default: from the head",
+        description="maximum position of the head; default: from the head, often too low",
     )
 
     @field_validator("states")
@@ -157,21 +151,21 @@ class StatesOptions(Section):
 
     project: Literal["auto", "target", "drafter"] = Field(
         "auto",
-        description="where to run the input projection of EAGLE-3 or DFlash. On the target, it reduces the kept and"
-        " sent states to one hidden size per token. auto: on the target if that reduces their size",
+        description="where to run the input projection of EAGLE-3 or DFlash; auto: on the target if that reduces the "
+        "states",
     )
     dtype: Literal["bfloat16", "float8"] = Field(
         "bfloat16",
-        description="encoding of states; float8 halves the size, apart from one scale per token",
+        description="encoding of states; float8 halves their size",
     )
     keep: bool = Field(
         True,
-        description="keep states next to the KV cache. Otherwise, the target recomputes states for new drafters and"
-        " prefix hits: one token for medusa and mlp_speculator, `window` tokens for other methods",
+        description="keep states next to the KV cache; otherwise, the target recomputes them for new drafters and "
+        "prefix hits",
     )
     window: Positive = Field(
         512,
-        description="number of latest tokens to recompute without keep; lower values cost less but reduce acceptance",
+        description="tokens to recompute without keep; fewer tokens cost less but reduce acceptance",
     )
     kept_tokens: Positive | None = Field(
         None,
@@ -226,23 +220,20 @@ LEARNING_METHODS = frozenset({"draft_model", "eagle"})
 class TrustConfig(Section):
     """Authentication between routers, drafters and targets over gRPC.
 
-    Without `certificates` and `token_file`, servers listen only on loopback; `insecure` allows other addresses on a
-    trusted network.
+    Without `certificates` or `token_file`, servers listen only on loopback.
     """
 
     certificates: str | None = Field(
         None,
-        description="folder with tls.crt, tls.key and ca.crt for mutual TLS; {role} is replaced with router, drafter"
-        " or target",
+        description="folder of tls.crt, tls.key and ca.crt; {role} stands for router, drafter or target",
     )
     token_file: str | None = Field(
         None,
-        description="file of shared tokens, one per line; the first is sent, all are accepted. Traffic is not"
-        " encrypted",
+        description="file of tokens, one per line: sends the first, accepts all, without encryption",
     )
     insecure: bool = Field(
         False,
-        description="allow non-loopback addresses without authentication; trusts every peer",
+        description="listen on other addresses without authentication; trusts every peer",
     )
     reflection: bool = Field(False, description="enable gRPC reflection")
     max_streams_per_host: Positive = Field(256, description="maximum streams per server and remote host")
@@ -267,7 +258,7 @@ class ApiKey(Section):
     `slipstream key` generates a key and its digest.
     """
 
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 digest of the key, in hexadecimal")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="hexadecimal digest of the key")
     max_sessions: Positive | None = Field(None, description="maximum active sessions per router; otherwise 429")
     max_tokens: Positive | None = Field(
         None,
@@ -277,7 +268,7 @@ class ApiKey(Section):
         None,
         description="keys with the same salt share cached prefixes; default: no sharing",
     )
-    learn: bool = Field(True, description="false: exclude requests with this key from draft.learning")
+    learn: bool = Field(True, description="false: never learn from this key's requests")
 
 
 class TracingConfig(Section):
@@ -299,7 +290,7 @@ class TracingConfig(Section):
     slow_s: float = Field(
         1.0,
         ge=0,
-        description="minimum session duration, in seconds, to record every round",
+        description="minimum session duration to record every round",
     )
 
     @property
@@ -361,9 +352,9 @@ Component = Literal["certificates", "monitoring", "disruption-budget", "gcs-faul
 class PodOptions(Section):
     """Options of one type of pod."""
 
-    cpu: Quantity = Field("2", description="CPU request; there is no limit")
+    cpu: Quantity = Field("2", description="CPU request, without a limit")
     memory: Quantity = Field("8Gi", description="memory request and limit")
-    shared_memory: Quantity = Field("1Gi", description="size of /dev/shm, which NCCL and Ray's object store use")
+    shared_memory: Quantity = Field("1Gi", description="size of /dev/shm")
     node_selector: dict[str, str] = Field(default_factory=dict, description="required labels of the Kubernetes node")
     tolerations: tuple[str, ...] = Field((), description="keys of tolerated taints")
 
@@ -371,7 +362,7 @@ class PodOptions(Section):
 class PoolPodOptions(PodOptions):
     """Options of a pool's pods. The number of GPUs follows from the resources of the pool's replicas."""
 
-    replicas: int = Field(1, gt=0, description="number of pool replicas per pod")
+    replicas: int = Field(1, gt=0, description="pool replicas per pod")
     idle_s: int = Field(120, gt=0, description="idle time before a pod is removed, in seconds")
 
 
