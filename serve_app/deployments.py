@@ -428,11 +428,11 @@ class TrainerDeployment(_ReplicaDeployment):
         return TrainerSample(f"trainer {os.getpid()}", await asyncio.to_thread(self._trainer.status))
 
     async def _stop_training(self) -> None:
-        """Interrupts a training; the next trainer continues from its saved state."""
+        """Interrupts a training and waits for its state to be saved; the next trainer continues from there."""
         self._is_stopping.set()
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
-        self._thread.shutdown(wait=False)
+        await asyncio.to_thread(self._thread.shutdown)
 
 
 @serve.ingress()

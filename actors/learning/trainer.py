@@ -1,8 +1,9 @@
 """The trainer: waits for new examples, trains a candidate, judges it, and promotes it or records why not.
 
 `Trainer.look` does one round and blocks while it trains; a thread calls it repeatedly. Only one trainer works on a
-folder at a time; others wait for its lock. Failures are counted, logged and retried later, and promote nothing. If
-examples are forgotten during a training, it is dropped and starts over without them.
+folder at a time; others wait for its lock. Failures are counted, logged and retried later, and promote nothing. A
+trainer that is killed leaves a mark, by which the next one counts and logs it. If examples are forgotten during a
+training, it is dropped and starts over without them.
 """
 
 import fcntl
@@ -49,6 +50,7 @@ EXPECTED_ERRORS = (SlipstreamError, OSError, sqlite3.Error)  # logged without a 
 RETRY_S = 600.0  # pause after a failure; doubles with each further one in a row
 LONGEST_RETRY_S = 24 * 3600.0
 LOCK = "trainer.lock"
+UNFINISHED = "unfinished"  # file that exists during a training, and after it if the trainer was killed
 OLDER_SHARE = 1.0  # older examples trained on per new one
 EVALUATED = 400  # most examples per kind, recent or general, in an evaluation
 
@@ -160,7 +162,7 @@ class TrainerStatus:
     new_examples: int  # examples since the last training
     version: int  # number of the current version
     progress: TrainingProgress | None
-    counts: dict[str, int]  # trainings by outcome: promoted, rejected, failed, interrupted; locked_out: found the lock
+    counts: dict[str, int]  # trainings by outcome: promoted, rejected, failed, interrupted, locked_out, killed
     training_s: float
     before: Figures | None = None  # scores before the latest training, on held-out recent examples
     after: Figures | None = None
@@ -224,6 +226,7 @@ class Trainer:
                 found = None
                 if is_ours:
                     self._phase = "waiting"
+                    self._report_killed()
                     found = self._train_if_due(store)
                 else:
                     self._wait_for_other()
@@ -240,6 +243,30 @@ class Trainer:
             self._counts["locked_out"] += 1
             log.warning("another trainer works in %s, so this one waits; stop one of them", self._folder)
         self._phase = "locked out"
+
+    @property
+    def _mark(self) -> Path:
+        return self._folder / "training" / UNFINISHED
+
+    def _report_killed(self) -> None:
+        """Counts and logs a training that another trainer left unfinished."""
+        if self._mark.exists():
+            self._mark.unlink()
+            self._counts["killed"] += 1
+            log.warning(
+                "a trainer was killed during a training in %s, which continues from its saved state; if this repeats,"
+                " check the memory of its node",
+                self._folder,
+            )
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        self._mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._mark.touch(mode=0o600)
+        try:
+            yield
+        finally:
+            self._mark.unlink(missing_ok=True)
 
     def _fail(self, error: Exception) -> None:
         pause_s = min(LONGEST_RETRY_S, RETRY_S * 2**self._failures)
@@ -270,7 +297,7 @@ class Trainer:
         old = [example for example in store.read(self._draft.target, kind=self._kind) if example not in known]
         chosen = random.Random(size.newest).sample(old, min(len(old), round(OLDER_SHARE * len(new))))
         try:
-            with self._loader(store, [*new, *chosen]) as load:
+            with self._marked(), self._loader(store, [*new, *chosen]) as load:
                 return self._try(new, chosen, size.newest, forgets, lambda: store.forgets() != forgets, load)
         finally:
             shutil.rmtree(self._folder / "training" / "candidate", ignore_errors=True)

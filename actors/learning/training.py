@@ -158,7 +158,7 @@ class _Training:
             self._resume(found)
         before = self._seconds
         started = time.monotonic()
-        last_save = started
+        last_save = -math.inf  # the first step is saved, so a full disk ends a training before it costs time
         evaluate_every = max(1, self._steps_per_epoch // self._options.evaluations)
         while self._step < self._steps and self._stale < self._options.patience:
             losses = None if should_stop() else self._run_step(should_stop)

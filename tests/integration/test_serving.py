@@ -1,11 +1,14 @@
 """Tests a whole deployment over HTTP: router, drafter and target processes return the target's own text."""
 
 import asyncio
+import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -14,6 +17,10 @@ import ray
 from openai.types.chat import ChatCompletion
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.learning.examples import ExampleStore
+from actors.learning.versions import VersionFolder
+from actors.models.checkpoint import checkpoint_fingerprint
+from cluster.learning import Example
 from serve_app.app import APPLICATION
 from serve_app.operations.ray_cluster import broadcast, cost_model, deployed, recordings
 from serve_app.status import replicas_table
@@ -29,11 +36,18 @@ PROMPTS = (
 PATIENCE = 20  # attempts until a draft; the controller may pause speculation for several hundred steps
 
 
+LEARNING = {"min_examples": 60, "min_sessions": 2, "epochs": 1000, "resources": {"num_cpus": 0}}
+
+
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    """Serves two target replicas, so that one can fail; afterwards asserts that no actor has leftovers."""
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Serves two target replicas, so that one can fail, and a trainer, which has no examples at first.
+
+    Afterwards asserts that no actor has leftovers.
+    """
     ranks = "target.resources_per_rank.num_cpus=0.3"
-    with demo_served("target.replicas={min: 2, max: 2}", ranks, "speculation.draft_tokens=4") as served:
+    learning = f"draft.learning={json.dumps(LEARNING | {'folder': str(tmp_path_factory.mktemp('learning'))})}"
+    with demo_served("target.replicas={min: 2, max: 2}", ranks, "speculation.draft_tokens=4", learning) as served:
         yield served
         assert_nothing_left(served)
 
@@ -225,6 +239,42 @@ def test_a_killed_rank_changes_no_token(served: Served, reference: Reference) ->
 
     text = _stream_and_disturb(served, PROMPTS[3], 64, {5: kill_the_busy_rank})
     reference.assert_greedy(PROMPTS[3], 64, text)  # a later test awaits the replacement replica
+
+
+def test_a_killed_trainer_promotes_nothing_and_the_next_one_continues(served: Served, reference: Reference) -> None:
+    learning = served.config.draft.learning
+    assert learning is not None
+    store = ExampleStore.of(learning)
+    chosen = random.Random(1)
+    texts = [tuple(chosen.randrange(10_000) for _ in range(24)) for _ in range(80)]
+    target = checkpoint_fingerprint(Path(served.config.model.target).expanduser())
+    store.add([Example(text[:8], text[8:]) for text in texts], target)
+
+    def trainer() -> dict[str, Any]:
+        return next(iter(served.inspect("Trainer")), {"progress": None, "pid": None})
+
+    eventually(lambda: trainer()["progress"] is not None, "it trains")
+    before = trainer()["pid"]
+    text = _stream_and_disturb(served, PROMPTS[2], 64, {5: lambda: os.kill(before, signal.SIGKILL)})
+    reference.assert_greedy(PROMPTS[2], 64, text)
+    eventually(lambda: trainer()["progress"] is not None and trainer()["pid"] != before, "the next one trains", 120)
+    reference.assert_greedy(PROMPTS[0], 32, ask(served, PROMPTS[0]))
+    assert trainer()["counts"] == {"killed": 1}
+    metrics = text_string_to_metric_families(httpx.get(f"{served.url}/metrics", trust_env=False).text)
+    trainings = [sample for family in metrics for sample in family.samples if sample.name.endswith("_trainings_total")]
+    assert [(sample.labels["outcome"], sample.value) for sample in trainings] == [("killed", 1.0)]
+    lines = serve_log()
+    assert len([line for line in lines if "a trainer was killed during a training" in line]) == 1
+    assert [line for line in lines if "training continues after step" in line]
+    assert VersionFolder(Path(learning.folder)).history() == []
+    store.forget()  # ends the training
+    store.close()
+    eventually(lambda: trainer()["progress"] is None, "it no longer trains")
+
+
+def serve_log() -> list[str]:
+    folder = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs" / "serve"
+    return [line for file in folder.glob("*.log") for line in file.read_text(errors="replace").splitlines()]
 
 
 def test_replicas_report_their_costs(served: Served) -> None:

@@ -249,7 +249,9 @@ def test_a_stopped_training_goes_on_in_the_next_trainer(options, draft):
     assert stopped.look() is None
     assert stopped.status().counts == {"interrupted": 1}
     assert current(options) == 0
-    assert trainer(options, draft).look() is not None
+    successor = trainer(options, draft)
+    assert successor.look() is not None
+    assert successor.status().counts == {"promoted": 1}, "it was not killed"
     assert current(options) == 1
 
 
@@ -293,6 +295,9 @@ def test_a_killed_trainer_is_continued_by_the_next_one(options, draft, caplog):
         manifest = made.look()
     assert manifest is not None
     assert any("training continues after step" in record.getMessage() for record in caplog.records)
+    (line,) = errors(caplog)
+    assert "a trainer was killed during a training in" in line
+    assert made.status().counts == {"killed": 1, "promoted": 1}
     assert current(options) == 1
     alone = options.model_copy(update={"folder": f"{options.folder}-alone"})
     keep(alone, walks(150))
