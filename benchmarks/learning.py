@@ -1,20 +1,24 @@
-"""Measures what the demo's draft learns from one kind of traffic after another: agreement, forgetting, specialization.
+"""Measures what drafts learn from one kind of traffic after another: agreement, forgetting, specialization.
 
     python benchmarks/learning.py phases --out FOLDER [--picture OUT.svg] [--json FILE]
     python benchmarks/learning.py kinds --out FOLDER [--json FILE]
+    PYTHONPATH=. python benchmarks/learning.py heads --out FOLDER --epochs 4 --learning-rate 1e-3 [--json FILE]
 
 `phases` feeds the target's greedy answers to support requests, then to SQL requests, to a `Trainer` in FOLDER. It
 scores the draft before, between and after on held-out requests of both kinds and on the prompts of `slipstream bench`.
-`kinds` compares the resulting draft with two specialists, each of which learns one kind alone in as many epochs. What
-FOLDER already has, answers included, is not made again.
+`kinds` compares the resulting draft with two specialists, each of which learns one kind alone in as many epochs.
+`heads` starts from an untrained EAGLE-3 head for the demo's target (`examples.train_head`). The head learns general
+dialogues, then support requests, from the target's states, stored as drafters store them. Results of earlier runs in
+FOLDER, such as answers, are reused.
 """
 
 import argparse
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +27,21 @@ from rich.console import Console
 from rich.progress import Progress
 from servers import processor
 
+from actors.drafters.heads.eagle.config import default_states
+from actors.drafters.model.forwards import read_frequent_tokens
+from actors.drafters.registry import capture_spec
 from actors.learning.conversations import answered, chat_prompt, read_examples, write_examples
-from actors.learning.evaluation import score_draft
-from actors.learning.examples import ExampleStore
+from actors.learning.evaluation import do_nothing, score_draft
+from actors.learning.examples import ExampleStore, KeptStates
+from actors.learning.head_loading import head_learning
+from actors.learning.head_trainee import StatesFile
+from actors.learning.target_states import kept_states
+from actors.learning.trainee import TrainingOptions
 from actors.learning.trainer import Draft, Trainer
 from actors.learning.versions import VersionFolder
 from actors.models.checkpoint import checkpoint_fingerprint, load_model, local_folder
 from actors.models.tokenizer_reader import end_ids, load_tokenizer
-from cluster.config import LearningOptions
+from cluster.config import DraftPool, LearningOptions
 from cluster.learning import Example, Figures, Manifest, SessionScore, compare
 from serve_app.cli.demo import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS, REPLAY
@@ -41,11 +52,21 @@ from tools.bench.experiment import read_prompts
 from tools.charts import line_chart, require_matplotlib, svg
 
 CPU = torch.device("cpu")
+DEFAULTS = LearningOptions(folder="")
 LEARNED = 300  # requests of a kind that may be learned; the next HELD_OUT never are
 HELD_OUT = 60
 REQUESTS = {"support": support_requests, "sql": sql_requests}
 GENERAL = "general"
-TITLES = {"support": "support requests", "sql": "SQL requests", GENERAL: "general prompts"}
+DIALOGUES = "dialogues"  # general ones, the demo's replay examples
+TITLES = {
+    "support": "support requests",
+    "sql": "SQL requests",
+    GENERAL: "general prompts",
+    DIALOGUES: "general dialogues",
+}
+DRAFT_VOCABULARY = 8192  # tokens that a head proposes
+
+Scores = Mapping[str, Sequence[SessionScore]]  # by kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +108,55 @@ def answers(
     return read_examples(path, tokenizer, end_ids(target))
 
 
-class Learner:
-    """A trainer in a folder that gets kinds of examples one after the other, as routers would write them."""
+StatesOf = Callable[[Sequence[Example]], Iterator[KeptStates]]
 
-    def __init__(self, folder: Path, epochs: float, replay: Sequence[Example], draft: Draft, console: Console) -> None:
-        options = LearningOptions(folder=str(folder), min_examples=1, epochs=epochs)
+
+class Learner:
+    """A trainer in a folder that gets kinds of examples one after the other, as routers would write them.
+
+    If the draft is a head, `states_of` computes the states that drafters would keep.
+    """
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        name: str,
+        replay: Sequence[Example],
+        draft: Draft,
+        console: Console,
+        epochs: float | None = None,
+        states_of: StatesOf | None = None,
+    ) -> None:
+        folder = arguments.out / name
+        options = LearningOptions(
+            folder=str(folder),
+            min_examples=1,
+            epochs=epochs or arguments.epochs,
+            learning_rate=arguments.learning_rate,
+        )
         self._store = ExampleStore.of(options)
         self._trainer = Trainer(options, draft, replay)
         self._versions = VersionFolder(folder)
         self._draft = draft
+        self._states_of = states_of
         self._console = console
         self._phases = 0
+        self.cpu_s = 0.0  # CPU time of the latest phase's training and evaluation; 0 if an earlier run made it
 
     def learn(self, kind: str, examples: Sequence[Example]) -> tuple[Path, Manifest]:
         """Returns the version of this phase, whether it was promoted or not, and its folder."""
         self._phases += 1
+        self.cpu_s = 0.0
         if len(self._versions.history()) < self._phases:
+            before = self._store.size(self._draft.target).newest
             self._store.add(examples, self._draft.target)
+            if self._states_of is not None:
+                with self._console.status(f"Computing states of {TITLES[kind]}"):
+                    self._store.add_states([*self._states_of(self._store.read(self._draft.target, before))])
+            began = time.process_time()
             with self._console.status(f"Learning from {TITLES[kind]}"):
                 made = self._trainer.look()
+            self.cpu_s = time.process_time() - began
             assert made is not None, "training failed; the log above says why"
         manifest = self._versions.history()[self._phases - 1]
         return self._versions.folder_of(manifest.version), manifest
@@ -122,46 +173,99 @@ def configured_draft() -> tuple[Path, Draft]:
     )
 
 
-def scores(folder: Path, draft: Draft, examples: Mapping[str, Sequence[Example]]) -> dict[str, list[SessionScore]]:
-    return {kind: score_draft(folder, own, draft.draft_tokens) for kind, own in examples.items()}
-
-
-def phases(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+def phases(arguments: argparse.Namespace, console: Console) -> None:
     """Learns one kind after the other, and scores every version on all kinds."""
     target, draft = configured_draft()
     data = traffic(arguments, target, console)
+    learner = Learner(arguments, "phases", data.replay, draft, console)
+
+    def scores(folder: Path) -> Scores:
+        return {kind: score_draft(folder, own, draft.draft_tokens) for kind, own in data.held_out.items()}
+
+    rows = learn_in_phases(arguments, console, learner, data.learned, "as shipped", draft.folder, scores)
+    if arguments.picture:
+        picture(rows, arguments.picture)
+
+
+def heads(arguments: argparse.Namespace, console: Console) -> None:
+    """Lets an untrained head learn general dialogues, then support requests."""
+    target, draft = configured_draft()
+    data = traffic(arguments, target, console)
+    folder = untrained_head(arguments.out / "untrained_eagle", target, draft.folder)
+    pool = DraftPool(method="eagle", model=str(folder))
+    head = head_learning(pool, str(target))
+    draft = replace(draft, folder=folder, method=pool.method, head=head)
+    spec = capture_spec(pool, target, "float32")
+    assert spec is not None, "a head reads states"
+    states_of = partial(kept_states, load_model(target, "float32", CPU), spec, head.kind)
+    learner = Learner(arguments, pool.method, [], draft, console, states_of=states_of)
+    learned = {DIALOGUES: data.replay[: arguments.count], "support": data.learned["support"]}
+    held_out = {kind: named(kind, data.held_out[kind]) for kind in ("support", GENERAL)}
+    options = TrainingOptions(draft_tokens=draft.draft_tokens)
+    with StatesFile(arguments.out, head.layout) as states:
+        for each in states_of([example for own in held_out.values() for example in own]):
+            states.add(each.session, each.first, each.rows)
+
+        def scores(folder: Path) -> Scores:
+            trainee = head.trainee(states)(folder, CPU)
+            return {kind: trainee.score(own, options, do_nothing) for kind, own in held_out.items()}
+
+        learned = {kind: named(kind, own) for kind, own in learned.items()}
+        learn_in_phases(arguments, console, learner, learned, "untrained", draft.folder, scores)
+
+
+def named(kind: str, examples: Sequence[Example]) -> list[Example]:
+    """Gives each example a session, by which its states are kept."""
+    return [replace(example, session=f"{kind}-{index}") for index, example in enumerate(examples)]
+
+
+def untrained_head(folder: Path, target: Path, draft: Path) -> Path:
+    """Writes an EAGLE-3 head made of parts of the target, for a draft model's frequent tokens; returns `folder`."""
+    from examples.train_head.checkpoints import write_head
+    from examples.train_head.heads.eagle import EagleModule
+    from examples.train_head.heads.target_parts import target_parts
+
+    if not folder.is_dir():
+        parts = target_parts(str(target))
+        ids = sorted((read_frequent_tokens(draft, parts.sizes.vocabulary) or [])[:DRAFT_VOCABULARY])
+        module = EagleModule(parts, default_states(parts.layers), torch.tensor(ids), layers=1, seed=0)
+        write_head(folder, module.published(), torch.bfloat16)
+    return folder
+
+
+def learn_in_phases(
+    arguments: argparse.Namespace,
+    console: Console,
+    learner: Learner,
+    learned: Mapping[str, Sequence[Example]],
+    start: str,  # describes the draft before any training
+    folder: Path,  # that draft
+    score: Callable[[Path], Scores],  # scores a version's held-out examples
+) -> list[dict[str, Any]]:
+    """Learns one kind after the other, prints and writes the scores of every version, and returns them."""
     rows: list[dict[str, Any]] = []
     record = {**facts(arguments), "rows": rows}
+    first = score(folder)
 
-    shipped = scores(draft.folder, draft, data.held_out)
-
-    def add(name: str, folder: Path, found: Mapping[str, Sequence[SessionScore]], **about: Any) -> None:
+    def add(name: str, folder: Path, found: Scores, **about: Any) -> None:
         figures = {kind: Figures.of(own).model_dump() for kind, own in found.items()}
-        ratios = {kind: compare(shipped[kind], own) for kind, own in found.items()}
-        to_shipped = {kind: (one.low, one.high) for kind, one in ratios.items()}  # of tokens per verify
-        rows.append({"after": name, "draft": str(folder), **about, "figures": figures, "to_shipped": to_shipped})
+        ratios = {kind: compare(first[kind], own) for kind, own in found.items()}
+        to_first = {kind: (one.low, one.high) for kind, one in ratios.items()}  # of tokens per verify
+        rows.append({"after": name, "draft": str(folder), **about, "figures": figures, "to_first": to_first})
         write(arguments.json, record)
 
-    add("as shipped", draft.folder, shipped)
-    learner = Learner(arguments.out / "phases", arguments.epochs, data.replay, draft, console)
-    for kind, examples in data.learned.items():
-        began = time.process_time()
-        folder, manifest = learner.learn(kind, examples)
-        cpu_s = time.process_time() - began
-        found = scores(folder, draft, data.held_out)
-        add(TITLES[kind], folder, found, manifest=manifest.model_dump(mode="json"), cpu_s=cpu_s)
-    shown = table(
-        record["processor"], "after", "seconds", "examples", "state", *(TITLES[kind] for kind in data.held_out)
-    )
+    add(start, folder, first)
+    for kind, examples in learned.items():
+        version, manifest = learner.learn(kind, examples)
+        add(TITLES[kind], version, score(version), manifest=manifest.model_dump(mode="json"), cpu_s=learner.cpu_s)
+    shown = table(record["processor"], "after", "seconds", "examples", "state", *(TITLES[kind] for kind in first))
     for row in rows:
         manifest_of = row.get("manifest", {"seconds": 0.0, "examples": 0, "state": ""})
         cells = [f"{each['agreement']:.3f}, {each['tokens_per_verify']:.2f}" for each in row["figures"].values()]
         about = (f"{manifest_of['seconds']:.0f}", str(manifest_of["examples"]), manifest_of["state"])
         shown.add_row(row["after"], *about, *cells)
     console.print(shown)
-    if arguments.picture:
-        picture(rows, arguments.picture)
-    return record
+    return rows
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -175,18 +279,18 @@ def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     path.write_text(svg(figure), encoding="utf-8")
 
 
-def kinds(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+def kinds(arguments: argparse.Namespace, console: Console) -> None:
     """Compares the draft that learned both kinds with a specialist for each."""
     target, draft = configured_draft()
     data = traffic(arguments, target, console)
-    both = Learner(arguments.out / "phases", arguments.epochs, data.replay, draft, console)
+    both = Learner(arguments, "phases", data.replay, draft, console)
     folder = [both.learn(kind, examples)[0] for kind, examples in data.learned.items()][-1]
     record: dict[str, Any] = {**facts(arguments), "draft": str(folder), "kinds": {}}
     shown = table("One draft -> a specialist", "held out", "agreement", "tokens per verify", "ratio, 95 % interval")
     for phase, (kind, examples) in enumerate(data.learned.items()):
         # The one draft trained on a kind in its own phase, and as older examples in each later one.
         epochs = arguments.epochs * (len(data.learned) - phase)
-        alone = Learner(arguments.out / f"only_{kind}_{epochs:g}", epochs, data.replay, draft, console)
+        alone = Learner(arguments, f"only_{kind}_{epochs:g}", data.replay, draft, console, epochs)
         specialist, manifest = alone.learn(kind, examples)
         before, after = (score_draft(each, data.held_out[kind], draft.draft_tokens) for each in (folder, specialist))
         found = compare(before, after)
@@ -204,12 +308,11 @@ def kinds(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
             f"{found.low:.3f} to {found.high:.3f}",
         )
     console.print(shown)
-    return record
 
 
 def facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    chosen = {name: getattr(arguments, name) for name in ("count", "held_out", "tokens", "epochs", "threads")}
-    return {"processor": processor(), **chosen}
+    names = ("count", "held_out", "tokens", "epochs", "learning_rate", "threads")
+    return {"processor": processor(), **{name: getattr(arguments, name) for name in names}}
 
 
 def write(path: Path | None, record: Mapping[str, Any]) -> None:
@@ -217,14 +320,18 @@ def write(path: Path | None, record: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
+PURPOSES = {"phases": phases, "kinds": kinds, "heads": heads}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("purpose", choices=("phases", "kinds"))
+    parser.add_argument("purpose", choices=PURPOSES)
     parser.add_argument("--out", type=Path, required=True, help="folder of answers and trained drafts")
     parser.add_argument("--count", type=int, default=LEARNED, help=f"requests of a kind, at most {LEARNED}")
     parser.add_argument("--held-out", type=int, default=HELD_OUT, help=f"unseen requests of a kind, at most {HELD_OUT}")
     parser.add_argument("--tokens", type=int, default=48, help="most tokens of an answer")
-    parser.add_argument("--epochs", type=float, default=LearningOptions(folder="").epochs, help="of a phase")
+    parser.add_argument("--epochs", type=float, default=DEFAULTS.epochs, help="of a phase")
+    parser.add_argument("--learning-rate", type=float, default=DEFAULTS.learning_rate, help="of AdamW")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--picture", type=Path, metavar="OUT.svg", help="draw agreement by phase")
     parser.add_argument("--json", type=Path, help="write all figures here, after each part")
@@ -235,7 +342,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     console = Console()
     prepare_target(Path(demo_config().model.target), console)
-    (phases if arguments.purpose == "phases" else kinds)(arguments, console)
+    PURPOSES[arguments.purpose](arguments, console)
 
 
 if __name__ == "__main__":

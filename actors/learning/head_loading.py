@@ -28,27 +28,23 @@ from actors.learning.head_trainee import HeadLearning, LoadedHead
 from actors.models.checkpoint import local_folder
 from cluster.config import DraftPool
 from cluster.errors import ModelError
-from protos.messages import StateDtype, StatesFormat
 
 
-def head_learning(draft: DraftPool, target: str, *, is_raw: bool = False) -> HeadLearning:
+def head_learning(draft: DraftPool, target: str) -> HeadLearning:
     """Describes how the head of a deployment learns; `target` is a folder or a Hugging Face id.
 
-    With `is_raw`, examples hold the target's states before any projection. Raises ModelError if the head does not fit
-    the target.
+    Raises ModelError if the head does not fit the target.
     """
     described = local_folder(target, with_weights=False)
     needed = states_needed(draft, described)
     layout = states_format(draft, described)
     assert needed is not None, "a head reads states"
     assert layout is not None, "a head reads states"
-    is_projected = draft.states.projects_at_target(needed) and not is_raw
-    if is_raw:
-        layout = StatesFormat(needed.width, StateDtype.BFLOAT16)
     stored = canonical(read_head(head_folder(draft)))
     folder = folder_to_borrow_from(target, borrowed_tensors(stored.tensors))
+    is_projected = draft.states.projects_at_target(needed)
     load = partial(load_eagle, target=folder, overrides=overrides_of(draft.eagle), is_projected=is_projected)
-    return HeadLearning(states_kind(draft, layout), layout, needed.layers, load)
+    return HeadLearning(states_kind(draft, layout), layout, load)
 
 
 def load_eagle(folder: Path, target: Path, overrides: EagleOverrides, *, is_projected: bool) -> LoadedHead:

@@ -89,11 +89,6 @@ class StatesFile:
         self._found[session] = (self._end, first, len(rows) // self._layout.row_bytes)
         self._end += len(rows)
 
-    @property
-    def sessions(self) -> int:
-        """Number of sessions with states."""
-        return len(self._found)
-
     def span(self, session: str) -> tuple[int, int]:
         """Returns the first position with states and the position after the last, which are equal if there are none."""
         _, first, count = self._found.get(session, (0, 0, 0))
@@ -118,7 +113,6 @@ class HeadLearning:
 
     kind: str  # kind of states in the store, see `examples.KeptStates`
     layout: StatesFormat
-    layers: tuple[int, ...]  # target layers read by the head, see `protos.messages.StatesNeeded`
     load: Callable[[Path], LoadedHead]
 
     def trainee(self, states: StatesFile) -> Load:

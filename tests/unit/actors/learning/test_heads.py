@@ -106,7 +106,7 @@ def test_a_head_learns_and_keeps_its_projection_and_layout(name: str, tmp_path: 
     with StatesFile(tmp_path, LAYOUT) as states:
         learned, held_out = walks(64, states), walks(16, states, seed=1)
         stateless = [replace(example, session="") for example in learned[:4]]
-        trainee = HeadLearning("", LAYOUT, (), load).trainee(states)
+        trainee = HeadLearning("", LAYOUT, load).trainee(states)
         result = train(start, tmp_path / "out", [*learned, *stateless], held_out, [], OPTIONS, load=trainee)
         before, after = (figures(trainee(folder, CPU), held_out) for folder in (start, tmp_path / "out"))  # type: ignore[arg-type]
     assert result.is_complete
