@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -86,9 +87,10 @@ def beside(arguments: argparse.Namespace, console: Console) -> None:
     cores = os.cpu_count() or 1
     with TemporaryDirectory() as folder:
         settings, shares = layout(arguments.trainer, cores)
-        # Without held-out examples, training never stops early; 1000 epochs outlast the measurement.
+        # 1000 epochs outlast the measurement.
         learning = (f"draft.learning.folder={folder}", "draft.learning.min_examples=1", "draft.learning.epochs=1000")
-        config = demo_config([*PINNED, *learning, f"draft.learning.replay={REPLAY}", *settings])
+        judged = "draft.learning.min_sessions=1"
+        config = demo_config([*PINNED, *learning, judged, f"draft.learning.replay={REPLAY}", *settings])
         add_examples(config)
         arms = Arm(TRAINING, "server"), Arm(STOPPED, "server")
         plan = Rounds.of(arguments, arms, [(TRAINING, STOPPED)])
@@ -126,12 +128,16 @@ def layout(trainer: str, cores: int) -> tuple[list[str], str]:
 
 
 def add_examples(config: SlipstreamConfig) -> None:
-    """Fills the store with examples of which none is held out."""
+    """Fills the store with examples on which training never stops early."""
     assert config.draft.learning is not None, "beside a trainer, the draft learns"
     target = Path(config.model.target)
     examples = read_examples(REPLAY, load_tokenizer(target), end_ids(target))
     store = ExampleStore.of(config.draft.learning)
-    store.add([one for one in examples if not is_held_out(one)], checkpoint_fingerprint(target))
+    # Half of the held-out examples may stop a training, beginning with the first, which has no answer to score.
+    silent = next(one for each in examples if is_held_out(one := replace(each, answer=())))
+    judging = next(filter(is_held_out, examples))
+    learned = [one for one in examples if not is_held_out(one)]
+    store.add([silent, judging, *learned], checkpoint_fingerprint(target))
     store.close()
 
 

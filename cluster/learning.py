@@ -84,6 +84,16 @@ def is_held_out(example: Example) -> bool:
     return _digest(*example.prompt, *example.answer) % HELD_OUT == 0
 
 
+def held_out_sessions(min_sessions: int) -> int:
+    """Returns how many held-out examples a training needs: half of them stop it, the other half judge the result."""
+    return 2 * min_sessions
+
+
+def missing_examples(new: int, held_out: float, min_examples: int, min_sessions: int) -> int:
+    """Returns about how many more examples a training needs, given new ones and held-out ones, old or new."""
+    return max(0, min_examples - new, math.ceil(HELD_OUT * (held_out_sessions(min_sessions) - held_out)))
+
+
 @value
 class SessionScore:
     """Teacher-forced result of a draft on one example."""

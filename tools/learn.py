@@ -20,6 +20,7 @@ from rich.table import Table
 from actors.learning.examples import ExampleStore
 from actors.learning.versions import VersionFolder
 from cluster.config import LearningOptions
+from cluster.config_sections import HEADS
 from cluster.errors import ConfigError
 from cluster.learning import Comparison, Manifest
 from serve_app.cli.main import ConfigPath, Overrides, load
@@ -261,18 +262,22 @@ def _examples(learning: LearningOptions) -> Iterator[ExampleStore]:
 
 @learn_app.command()
 def status(config_path: ConfigPath, overrides: Overrides = None) -> None:
-    """Shows the examples kept, the current version, and the latest training."""
+    """Shows the examples kept, those that the next training needs, the current version, and the latest training."""
     learning = _learning(config_path, overrides)
+    needs_states = load(config_path, overrides).draft.model_method in HEADS
     versions = VersionFolder(Path(learning.folder).expanduser())
     with _examples(learning) as store:
         size = store.size()
         key, share = store.largest_key()
+        target, kind = store.newest()
+        missing = store.missing(learning, target, versions.trained_to(target), kind if needs_states else "")
     shown = table("Learning", "what", "value")
     shown.add_row("folder", learning.folder)
     shown.add_row("consent", learning.consent.value)
     shown.add_row("examples", f"{size.examples} ({size.tokens} of at most {learning.max_tokens} tokens)")
     if key:
         shown.add_row("most from one key", f"{key}, {share:.0%} of the tokens")
+    shown.add_row("next training", f"needs about {missing} more examples" if missing else "has enough examples")
     current = versions.current()
     shown.add_row("current version", str(current) if current else "0 (the configured draft)")
     if history := versions.history():

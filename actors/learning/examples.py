@@ -27,7 +27,7 @@ from typing import Generic, TypeVar
 
 from cluster.config import LearningOptions
 from cluster.errors import ConfigError
-from cluster.learning import Example, Source, sketch
+from cluster.learning import HELD_OUT, Example, Source, is_held_out, missing_examples, sketch
 from protos.frozen import value
 from protos.messages import Open
 
@@ -240,6 +240,26 @@ class ExampleStore:
             (after, after, target, target, kind, kind),
         ).fetchone()
         return StoreSize(*row)
+
+    def missing(self, options: LearningOptions, target: str, after: int = 0, kind: str = "") -> int:
+        """Returns about how many more examples a training needs if those up to id `after` were used; 0: it may start.
+
+        `kind` is that of `read`.
+        """
+        new = self.size(target, after, kind).examples
+        if new < options.min_examples:  # not worth reading the examples yet
+            held_out = self.size(target, kind=kind).examples / HELD_OUT
+        else:
+            held_out = sum(map(is_held_out, self.read(target, kind=kind)))
+        return missing_examples(new, held_out, options.min_examples, options.min_sessions)
+
+    def newest(self) -> tuple[str, str]:
+        """Returns the target of the newest example and the kind of the newest states; "none" if there are none."""
+        target, kind = self._connection.execute(
+            "SELECT (SELECT target FROM examples ORDER BY id DESC LIMIT 1),"
+            " (SELECT kind FROM states ORDER BY created DESC LIMIT 1)"
+        ).fetchone()
+        return target or "none", kind or "none"
 
     def forgets(self) -> int:
         """Returns how often examples were forgotten; a training that began before must not be used."""

@@ -40,6 +40,7 @@ from cluster.learning import (
     State,
     compare,
     decide,
+    held_out_sessions,
     is_held_out,
 )
 from protos.frozen import value
@@ -188,6 +189,7 @@ class Trainer:
         self._should_stop = should_stop
         self._clock = clock
         self._phase = "waiting"
+        self._is_waiting = False  # for examples; logged once
         self._progress: TrainingProgress | None = None
         self._counts: Counter[str] = Counter()
         self._training_s = 0.0
@@ -202,7 +204,8 @@ class Trainer:
         An unreadable folder leaves the figures as they were; `look` reports it.
         """
         with suppress(*EXPECTED_ERRORS), closing(ExampleStore.of(self._options)) as store:
-            new = store.size(self._draft.target, self._trained_to(), self._kind)
+            seen = self._versions.trained_to(self._draft.target)
+            new = store.size(self._draft.target, seen, self._kind)
             self._shown = store.size(self._draft.target, kind=self._kind), new.examples, self._versions.current()
         size, new_examples, version = self._shown
         return TrainerStatus(
@@ -281,21 +284,24 @@ class Trainer:
             exc_info=not isinstance(error, EXPECTED_ERRORS),
         )
 
-    def _trained_to(self) -> int:
-        """Returns the highest id among the examples that versions of this target have seen."""
-        return max((one.newest for one in self._versions.history() if one.target == self._draft.target), default=0)
-
     def _train_if_due(self, store: ExampleStore) -> Manifest | None:
-        seen = self._trained_to()
+        seen = self._versions.trained_to(self._draft.target)
         forgets = store.forgets()
         store.sweep()
-        size = store.size(self._draft.target, seen, self._kind)
-        if size.examples < self._options.min_examples:
+        if missing := store.missing(self._options, self._draft.target, seen, self._kind):
+            if not self._is_waiting:
+                log.info("the next training needs about %d more examples", missing)
+            self._is_waiting = True
             return None
+        self._is_waiting = False
+        size = store.size(self._draft.target, seen, self._kind)
         new = store.read(self._draft.target, seen, self._kind)
         known = set(new)
         old = [example for example in store.read(self._draft.target, kind=self._kind) if example not in known]
         chosen = random.Random(size.newest).sample(old, min(len(old), round(OLDER_SHARE * len(new))))
+        lacking = held_out_sessions(self._options.min_sessions) - sum(map(is_held_out, new))
+        if lacking > 0:  # the newest of the older ones fill up
+            new = [*[example for example in old if is_held_out(example)][-lacking:], *new]
         try:
             with self._marked(), self._loader(store, [*new, *chosen]) as load:
                 return self._try(new, chosen, size.newest, forgets, lambda: store.forgets() != forgets, load)

@@ -82,6 +82,10 @@ class VersionFolder:
         current = self.current()
         return [self._reconciled(self._stored_manifest(version), current) for version in self._numbers()]
 
+    def trained_to(self, target: str) -> int:
+        """Returns the highest id among the examples that versions for this target were trained on; 0 without any."""
+        return max((one.newest for one in self.history() if one.target == target), default=0)
+
     # ------------------------------------------------------------ writing
 
     def add(self, manifest: Manifest, write: Callable[[Path], None]) -> Manifest:

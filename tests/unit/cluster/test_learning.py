@@ -14,6 +14,7 @@ from cluster.learning import (
     decide,
     is_held_out,
     may_learn,
+    missing_examples,
     score,
     sketch,
 )
@@ -143,6 +144,14 @@ def test_too_few_sessions_promote_nothing():
     assert "16 needed" in decide(recent, None, MAX_LOSS, MIN_SESSIONS).reason
     assert not decide(compare([], []), None, MAX_LOSS, 1).is_better
     assert not decide(compare(sessions([30]), sessions([20])), None, MAX_LOSS, 1).is_better
+
+
+def test_a_training_needs_new_examples_and_held_out_ones():
+    assert missing_examples(10, held_out=100, min_examples=30, min_sessions=4) == 20
+    assert missing_examples(30, held_out=8, min_examples=30, min_sessions=4) == 0
+    assert missing_examples(30, held_out=6, min_examples=30, min_sessions=4) == 10
+    assert missing_examples(0, held_out=0.0, min_examples=200, min_sessions=16) == 200
+    assert missing_examples(0, held_out=0.0, min_examples=50, min_sessions=16) == 160
 
 
 def test_figures_that_are_no_numbers_promote_nothing():

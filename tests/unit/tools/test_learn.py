@@ -159,3 +159,15 @@ def test_status_names_the_key_with_the_most_examples(config: Path, tmp_path: Pat
     store.add([replace(each, source=Source()) for each in texts("unnamed", 5)], "target")
     store.close()
     assert "one key" not in runner.invoke(app, given).output
+
+
+def test_status_shows_how_many_examples_the_next_training_needs(config: Path, tmp_path: Path) -> None:
+    options = LearningOptions(folder=str(tmp_path / "learning"))
+    given = ["learn", "status", str(config), "--set", f"draft.learning.folder={options.folder}"]
+    assert "needs about 200 more examples" in runner.invoke(app, given).output
+    store = ExampleStore.of(options)
+    store.add(texts("few", 30), "target")
+    assert "needs about 170 more examples" in runner.invoke(app, given).output
+    store.add(texts("more", 250), "target")
+    store.close()
+    assert "has enough examples" in runner.invoke(app, given).output

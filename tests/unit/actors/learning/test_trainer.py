@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -91,6 +92,24 @@ def test_a_version_that_predicts_new_traffic_better_is_promoted_once(options, dr
     assert (manifest.version, manifest.parent, current(options)) == (1, 0, 1)
     assert (made.status().counts, made.status().new_examples) == ({"promoted": 1}, 0)
     assert made.look() is None, "there are no new examples"
+
+
+def test_it_waits_for_enough_held_out_examples_and_logs_how_many_are_missing(options, draft, caplog):
+    few = options.model_copy(update={"min_examples": 30, "min_sessions": 10})
+    made = trainer(few, draft)
+    with caplog.at_level(logging.INFO):
+        keep(few, walks(40))
+        assert made.look() is None
+        assert made.look() is None
+        (record,) = caplog.records
+        assert re.fullmatch(r"the next training needs about \d+ more examples", record.getMessage())
+        keep(few, walks(110, seed=1))
+        assert made.look() is not None
+    keep(few, walks(35, seed=2, step=7))
+    manifest = made.look()
+    assert manifest is not None
+    assert manifest.recent is not None
+    assert manifest.recent.after.sessions == 10, "older held-out examples fill up"
 
 
 def test_the_next_version_starts_from_the_current_one_and_keeps_what_it_learned(options, draft):
