@@ -126,9 +126,21 @@ class ExampleStore:
             self._connection = sqlite3.connect(self._path, timeout=WAIT_S, isolation_level=None)
             self._connection.execute("PRAGMA foreign_keys = ON")
             self._connection.execute("PRAGMA secure_delete = ON")
+            self._add_sessions()
             self._connection.executescript(SCHEMA)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"draft.learning.folder: cannot open {self._path}: {error}") from error
+
+    def _add_sessions(self) -> None:
+        """Adds the column of sessions to a file that an earlier version wrote."""
+        if self._lacks_sessions():
+            with self._transaction() as run:
+                if self._lacks_sessions():  # no other process was faster
+                    run.execute("ALTER TABLE examples ADD COLUMN session TEXT NOT NULL DEFAULT ''")
+
+    def _lacks_sessions(self) -> bool:
+        columns = {name for _, name, *_ in self._connection.execute("PRAGMA table_info(examples)")}
+        return bool(columns) and "session" not in columns
 
     @classmethod
     def of(cls, options: LearningOptions) -> "ExampleStore":

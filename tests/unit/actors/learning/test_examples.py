@@ -1,7 +1,10 @@
 """Tests the store of examples: bounds, near-duplicates, permissions and deletion."""
 
 import random
+import sqlite3
 import stat
+import time
+from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +96,28 @@ def test_forgotten_examples_leave_no_trace_in_the_files(store, tmp_path):
     assert store.forget() == 5
     assert not any(holds(tmp_path, each.answer) for each in theirs)
     assert store.add(ours, "target") == {"kept": 5}  # forgotten even as duplicates
+
+
+def test_a_file_of_an_earlier_version_is_opened_with_its_examples(tmp_path):
+    """The first version knew no sessions and no states."""
+    earlier = sqlite3.connect(tmp_path / "examples.sqlite")
+    earlier.executescript(
+        "CREATE TABLE examples (id INTEGER PRIMARY KEY AUTOINCREMENT, created REAL NOT NULL, target TEXT NOT NULL,"
+        " key TEXT NOT NULL, prompt_version TEXT NOT NULL, tokens INTEGER NOT NULL, prompt BLOB NOT NULL,"
+        " answer BLOB NOT NULL); CREATE TABLE bands (hash INTEGER PRIMARY KEY, example INTEGER NOT NULL"
+        " REFERENCES examples (id) ON DELETE CASCADE);"
+    )
+    prompt, answer = (array("i", tokens).tobytes() for tokens in ((1, 2), (3, 4, 5)))
+    earlier.execute("INSERT INTO examples VALUES (7, ?, 'target', 'key', '', 5, ?, ?)", (time.time(), prompt, answer))
+    earlier.commit()
+    earlier.close()
+    for new in (1, 2):
+        store = ExampleStore(tmp_path, 10_000, DAY_S)
+        store.add([an_example(new, session=f"session-{new}")], "target")
+        old, *_, latest = store.read("target")
+        store.close()
+        assert old == Example((1, 2), (3, 4, 5), Source("key"))
+        assert latest.session == f"session-{new}"
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
