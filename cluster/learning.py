@@ -21,6 +21,8 @@ from enum import StrEnum
 from hashlib import blake2b
 from statistics import NormalDist, fmean, stdev
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from protos.frozen import value
@@ -63,20 +65,34 @@ def may_learn(consent: Consent, choice: str | None, key_contributes: bool) -> bo
     return consent is Consent.ALL or choice == "true"
 
 
-def _digest(*numbers: int) -> int:
-    data = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+def _hash(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def _digest(*numbers: int) -> int:
+    return _hash(b"".join(number.to_bytes(8, "little", signed=True) for number in numbers))
+
+
+# A single hash per shingle, multiplied by different odd constants, replaces independent hash functions.
+FACTORS = np.array([_digest(index) for index in range(BANDS * HASHES_PER_BAND)]).view(np.uint64) | np.uint64(1)
 
 
 def sketch(answer: Sequence[int]) -> tuple[int, ...]:
     """Returns one hash per band of an answer's MinHash signature (Broder, 1997), as signed 64-bit integers."""
-    width = min(SHINGLE, len(answer))
-    shingles = {_digest(*answer[start : start + width]) for start in range(len(answer) - width + 1)}
-    # A single hash per shingle, multiplied by different odd constants, replaces independent hash functions.
-    factors = [2 * _digest(index) + 1 for index in range(BANDS * HASHES_PER_BAND)]
-    least = [min((shingle * factor) % (1 << 64) for shingle in shingles) for factor in factors] if shingles else [0]
-    bands = [least[first : first + HASHES_PER_BAND] for first in range(0, len(least), HASHES_PER_BAND)]
-    return tuple(_digest(index, *(each - (1 << 63) for each in band)) for index, band in enumerate(bands))
+    tokens = np.array(answer or (-1,), np.int64).view(np.uint64)
+    width = min(SHINGLE, len(tokens))
+    count = len(tokens) - width + 1
+    weighted = [tokens[first : first + count] * FACTORS[first] for first in range(width)]
+    shingles = _mixed(np.add.reduce(weighted))
+    least = (FACTORS[:, np.newaxis] * shingles).min(axis=1)
+    return tuple(_hash(bytes([index]) + band.tobytes()) for index, band in enumerate(np.split(least, BANDS)))
+
+
+def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hashes 64-bit integers with the finalizer of SplitMix64 (Steele et al., 2014)."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
 
 
 def is_held_out(example: Example) -> bool:
