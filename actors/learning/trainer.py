@@ -169,6 +169,16 @@ class TrainerStatus:
     after: Figures | None = None
 
 
+@value
+class _Selection:
+    """Examples of one training."""
+
+    recent: Sequence[Example]  # held-out ones included
+    older: Sequence[Example]
+    newest: int  # highest id of the new ones
+    forgets: int  # number of forgettings when they were read
+
+
 class Trainer:
     """Trains versions of one draft from the examples in a folder."""
 
@@ -286,7 +296,6 @@ class Trainer:
 
     def _train_if_due(self, store: ExampleStore) -> Manifest | None:
         seen = self._versions.trained_to(self._draft.target)
-        forgets = store.forgets()
         store.sweep()
         if missing := store.missing(self._options, self._draft.target, seen, self._kind):
             if not self._is_waiting:
@@ -294,19 +303,24 @@ class Trainer:
             self._is_waiting = True
             return None
         self._is_waiting = False
-        size = store.size(self._draft.target, seen, self._kind)
+        selection = self._select(store, seen)
+        try:
+            with self._marked(), self._loader(store, selection) as load:
+                return self._try(store, selection, load)
+        finally:
+            shutil.rmtree(self._folder / "training" / "candidate", ignore_errors=True)
+
+    def _select(self, store: ExampleStore, seen: int) -> _Selection:
+        forgets = store.forgets()  # before reading, so that what is forgotten later is noticed
+        newest = store.size(self._draft.target, seen, self._kind).newest
         new = store.read(self._draft.target, seen, self._kind)
         known = set(new)
         old = [example for example in store.read(self._draft.target, kind=self._kind) if example not in known]
-        chosen = random.Random(size.newest).sample(old, min(len(old), round(OLDER_SHARE * len(new))))
+        older = random.Random(newest).sample(old, min(len(old), round(OLDER_SHARE * len(new))))
         lacking = held_out_sessions(self._options.min_sessions) - sum(map(is_held_out, new))
         if lacking > 0:  # the newest of the older ones fill up
             new = [*[example for example in old if is_held_out(example)][-lacking:], *new]
-        try:
-            with self._marked(), self._loader(store, [*new, *chosen]) as load:
-                return self._try(new, chosen, size.newest, forgets, lambda: store.forgets() != forgets, load)
-        finally:
-            shutil.rmtree(self._folder / "training" / "candidate", ignore_errors=True)
+        return _Selection(new, older, newest, forgets)
 
     @property
     def _kind(self) -> str:
@@ -314,29 +328,25 @@ class Trainer:
         return "" if self._draft.head is None else self._draft.head.kind
 
     @contextmanager
-    def _loader(self, store: ExampleStore, examples: Sequence[Example]) -> Iterator[Load]:
+    def _loader(self, store: ExampleStore, selection: _Selection) -> Iterator[Load]:
         """Yields the loader of drafts that are trained on these examples, with their states if the draft is a head."""
         head = self._draft.head
         if head is None:
             yield DraftTrainee
             return
         with StatesFile(self._folder, head.layout) as states:
-            for example in examples:
+            for example in (*selection.recent, *selection.older):
                 found = store.states_of(example.session)
                 if found is not None and found.kind == head.kind:
                     states.add(found.session, found.first, found.rows)
             yield head.trainee(states)
 
-    def _try(
-        self,
-        new: Sequence[Example],
-        old: Sequence[Example],
-        newest: int,
-        forgets: int,
-        is_forgotten: Callable[[], bool],
-        load: Load,
-    ) -> Manifest | None:
+    def _try(self, store: ExampleStore, selection: _Selection, load: Load) -> Manifest | None:
         """Trains and judges a candidate, and adds it as a version, unless examples were forgotten meanwhile."""
+
+        def is_forgotten() -> bool:
+            return store.forgets() != selection.forgets
+
         parent = usable_version(self._versions, self._draft.target)
         start = self._versions.folder_of(parent) if parent else self._draft.folder
         candidate = self._folder / "training" / "candidate"
@@ -344,10 +354,10 @@ class Trainer:
         trained = train_candidate(
             start,
             candidate,
-            new,
+            selection.recent,
             self._general,
-            self._training_options(forgets),
-            older=old,
+            self._training_options(selection.forgets),
+            older=selection.older,
             progress=self._report,
             should_stop=lambda: self._should_stop() or is_forgotten(),
             state=self._folder / "training" / "state",
@@ -367,7 +377,7 @@ class Trainer:
             reason=decision.reason,
             method=self._draft.method,
             target=self._draft.target,
-            newest=newest,
+            newest=selection.newest,
         )
         if is_forgotten():
             self._counts["interrupted"] += 1
