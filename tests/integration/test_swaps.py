@@ -1,7 +1,8 @@
 """Over real streams, exchanges of draft weights change no text before, during or afterwards."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from cluster.errors import ModelError
 from cluster.learning import Manifest, State
 from protos.codec import Decoded
 from protos.messages import Acceptance, Block, Sampling
-from tests.integration.harness import LOGITS, VOCABULARY, Cluster, cluster, plain_greedy
-from tests.toys import ToyRunner
+from tests.integration.harness import LOGITS, PAGE_SIZE, PAGES, VOCABULARY, Cluster, cluster, plain_greedy
+from tests.toys import ToyRunner, toy_draft_model
 
 UNSURE = LOGITS + 0.3 * LOGITS.flip(0)  # usually right, and unsure enough for trees
 USELESS = -4 * LOGITS  # its first choice is the least likely token
@@ -32,11 +33,13 @@ def weights(logits: Tensor) -> DraftWeights:
     return DraftWeights(ToyRunner(logits), torch.arange(VOCABULARY))
 
 
-def the_drafter(c: Cluster) -> tuple[Drafter, DraftModel]:
-    (drafter,) = c.drafters.values()
-    method = drafter._method
-    assert isinstance(method, DraftModel)
-    return drafter, method
+@asynccontextmanager
+async def drafting(logits: Tensor, lock_step: bool = False) -> AsyncIterator[tuple[Cluster, Drafter, DraftModel]]:
+    """Runs a cluster; also yields its drafter and the draft model, which can load versions."""
+    method = toy_draft_model(ToyRunner(logits), PAGES, PAGE_SIZE, top_k=8, load=load)
+    async with cluster(wrap_method=lambda _: method, lock_step=lock_step) as c:
+        (drafter,) = c.drafters.values()
+        yield c, drafter, method
 
 
 def count_trees(c: Cluster) -> list[int]:
@@ -55,9 +58,8 @@ def count_trees(c: Cluster) -> list[int]:
     return found
 
 
-async def swap_until(done: Callable[[], bool], c: Cluster, period_s: float = 0.1) -> int:
+async def swap_until(done: Callable[[], bool], drafter: Drafter, method: DraftModel, period_s: float = 0.1) -> int:
     """Alternates good and useless weights; returns the number of exchanges."""
-    drafter, method = the_drafter(c)
     swaps = 0
     while not done():
         swaps += 1
@@ -71,7 +73,7 @@ async def swap_until(done: Callable[[], bool], c: Cluster, period_s: float = 0.1
 @pytest.mark.parametrize("lock_step", [False, True], ids=["adaptive", "lock step"])
 async def test_greedy_texts_are_the_same_while_weights_are_exchanged(acceptance: Acceptance, lock_step: bool) -> None:
     """Coupling uses trees and chains; rejection sampling uses only chains."""
-    async with cluster(draft_logits=UNSURE, lock_step=lock_step) as c:
+    async with drafting(UNSURE, lock_step) as (c, drafter, method):
         c.pace.step_s = 0.04
         blocks = count_trees(c)
         prompts = [(1 + i, 2) for i in range(6)]
@@ -79,7 +81,7 @@ async def test_greedy_texts_are_the_same_while_weights_are_exchanged(acceptance:
             c.generation(prompt=p, max_len=len(p) + TOKENS, acceptance=acceptance, draft_tokens=8) for p in prompts
         ]
         streams = [asyncio.create_task(c.tokens(generation)) for generation in asked]
-        swaps = await swap_until(lambda: all(stream.done() for stream in streams), c)
+        swaps = await swap_until(lambda: all(stream.done() for stream in streams), drafter, method)
         for prompt, stream in zip(prompts, streams, strict=True):
             assert await stream == plain_greedy(prompt, TOKENS)
         assert swaps > 3
@@ -89,7 +91,7 @@ async def test_greedy_texts_are_the_same_while_weights_are_exchanged(acceptance:
 
 
 async def test_seeded_texts_are_the_same_while_weights_are_exchanged() -> None:
-    async with cluster(draft_logits=UNSURE) as c:
+    async with drafting(UNSURE) as (c, drafter, method):
         c.pace.step_s = 0.04
         blocks = count_trees(c)
 
@@ -100,7 +102,7 @@ async def test_seeded_texts_are_the_same_while_weights_are_exchanged() -> None:
         plain = await asyncio.gather(*[asked(seed, 0) for seed in range(6)])
         before = await asyncio.gather(*[asked(seed, 8) for seed in range(6)])
         streams = [asked(seed, 8) for seed in range(6)]
-        swaps = await swap_until(lambda: all(stream.done() for stream in streams), c)
+        swaps = await swap_until(lambda: all(stream.done() for stream in streams), drafter, method)
         during = await asyncio.gather(*streams)
         after = await asyncio.gather(*[asked(seed, 8) for seed in range(6)])
         assert before == during == after == plain
@@ -139,9 +141,7 @@ async def test_a_bad_version_is_rolled_back_and_a_broken_one_refused_while_texts
     """Texts stay correct throughout; low acceptance in production reveals the bad version."""
     torch.save(UNSURE, tmp_path / "logits.pt")
     versions = VersionFolder(tmp_path)
-    async with cluster(draft_logits=USELESS, lock_step=True) as c:
-        drafter, method = the_drafter(c)
-        method._load = load
+    async with drafting(USELESS, lock_step=True) as (c, drafter, method):
         reload = DraftReload(LearnedDraft(versions, Version(0, tmp_path), TARGET), method, drafter)
 
         async def serve() -> None:

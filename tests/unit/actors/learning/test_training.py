@@ -1,26 +1,26 @@
 """Tests training of a draft: learning, retention and stopping."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from actors.drafters.model.recurrent_head import FILE as RECURRENT_HEAD
-from actors.learning import draft_trainee, trainable, training
+from actors.learning.draft_trainee import DraftTrainee
 from actors.learning.evaluation import score_draft
-from actors.learning.trainable import Checkpoint, cross_entropy, load_trainable
-from actors.learning.trainee import TrainingOptions
+from actors.learning.trainable import Checkpoint, Row, cross_entropy, load_trainable
+from actors.learning.trainee import TrainingOptions, TrainingPass
 from actors.learning.training import TrainingProgress, TrainingResult, train
 from cluster.errors import ModelError
 from cluster.learning import Example, Figures
-from tests.unit.actors.learning.drafts import CPU, HIDDEN, some_examples, write_draft
+from tests.unit.actors.learning.drafts import CPU, HIDDEN, full_disk, some_examples, write_draft
 
 QUICK = TrainingOptions(epochs=3, learning_rate=5e-3, batch=2, warmup_steps=2, pass_tokens=40)
 
@@ -74,18 +74,18 @@ def test_the_result_is_a_complete_draft_in_the_stored_types(tmp_path: Path) -> N
     assert load_trainable(tmp_path / "out", CPU).width == 3
 
 
-def test_replay_has_its_share_and_each_row_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_has_its_share_and_each_row_its_turn(tmp_path: Path) -> None:
     seen: list[tuple[int, ...]] = []
-    kept: Callable[..., Any] = draft_trainee.collate
 
-    def spy(rows: Any, device: torch.device) -> Any:
-        seen.extend(row.tokens for row in rows)
-        return kept(rows, device)
+    class RecordingTrainee(DraftTrainee):
+        def passes(self, rows: Sequence[Row], options: TrainingOptions, rng: np.random.Generator) -> list[TrainingPass]:
+            seen.extend(row.tokens for row in rows)
+            return super().passes(rows, options, rng)
 
-    monkeypatch.setattr(draft_trainee, "collate", spy)
     examples, replay = some_examples(6), some_examples(5, seed=1)
     options = replace(QUICK, epochs=1, batch=2, replay_share=0.6)
-    trained(write_draft(tmp_path / "start"), tmp_path / "out", examples, options, replay=replay)
+    start = write_draft(tmp_path / "start")
+    trained(start, tmp_path / "out", examples, options, replay=replay, load=RecordingTrainee)
     counts = {each: seen.count((*each.prompt, *each.answer)) for each in (*examples, *replay)}
     assert [counts[each] for each in examples] == [1] * 6
     assert sorted(counts[each] for each in replay) == [1, 2, 2, 2, 2]
@@ -257,19 +257,13 @@ def test_bad_input_is_refused(start: Path, tmp_path: Path) -> None:
         trained(start, tmp_path / "out", some_examples(2))
 
 
-@pytest.mark.parametrize("module", [trainable, training])
-def test_a_full_disk_raises_and_leaves_nothing_partial(
-    module: Any, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(tensors: Any, path: Path, metadata: Any = None) -> None:
-        path.write_bytes(b"some of it")
-        raise SafetensorError("No space left on device")
-
-    monkeypatch.setattr(module, "save_file", full)
-    with pytest.raises(ModelError, match="cannot be written: No space left on device"):
-        trained(start, tmp_path / "out", some_examples(4), ALWAYS, state=tmp_path / "state")
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.rglob("*partial*"))
+@pytest.mark.parametrize("file", ["state", "draft"])
+def test_a_full_disk_raises_and_leaves_nothing_partial(file: str, start: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state" if file == "state" else None
+    with full_disk(4000), pytest.raises(ModelError, match=f"{'state' if state else 'out'}.* cannot be written"):
+        trained(start, tmp_path / "out", some_examples(4), ALWAYS, state=state)
+    left = [path for path in tmp_path.rglob("*") if start not in (path, *path.parents)]
+    assert left == ([] if state is None else [state])
 
 
 def test_weights_under_other_names_are_refused(start: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -304,19 +304,18 @@ def test_an_unknown_version_is_not_promoted(tmp_path: Path) -> None:
     assert folder.current() == 1
 
 
-def test_writers_at_once_get_different_numbers(tmp_path: Path) -> None:
-    """All writers read the highest number before any of them claims one."""
+def test_writers_at_once_get_different_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All writers list the folder before any of them claims a number."""
     writers = 4
     folder = VersionFolder(tmp_path)
     together = threading.Barrier(writers)
-    numbers = folder._numbers
+    listed = Path.iterdir
 
-    def all_read() -> list[int]:
-        found = numbers()
+    def all_listed(path: Path) -> Iterator[Path]:
+        found = list(listed(path))
         together.wait(10)
-        return found
+        return iter(found)
 
-    folder._numbers = all_read  # type: ignore[method-assign]
     added: list[int] = []
 
     def work(name: str) -> None:
@@ -325,9 +324,11 @@ def test_writers_at_once_get_different_numbers(tmp_path: Path) -> None:
         added.append(version)
 
     threads = [threading.Thread(target=work, args=(str(index),)) for index in range(writers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", all_listed)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert sorted(added) == [1, 2, 3, 4]
     assert list(states(VersionFolder(tmp_path))) == [1, 2, 3, 4]
