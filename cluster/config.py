@@ -272,7 +272,9 @@ class LearningOptions(Section):
     max_general_loss: float = Field(
         0.03, ge=0, description="promotion: maximum drop in agreement on general conversations"
     )
-    min_sessions: Positive = Field(16, description="promotion: minimum held-out sessions")
+    min_sessions: Positive = Field(
+        16, description="promotion: minimum held-out sessions; training waits until twice as many are stored"
+    )
     keep_versions: int = Field(4, ge=2, description="versions kept on disk")
 
 

@@ -9,7 +9,7 @@ The processes share only a folder, on local disk or a mounted volume:
     examples.sqlite        finished sessions, as token ids
     versions/0001/         a draft checkpoint and its manifest.json
     versions/current.json  the version that drafters use; version 0 is the configured draft
-    training/              the state of an interrupted training
+    training/              the state of an interrupted training, and the mark of a running one
 
 No request waits for any of this. A full disk, a killed trainer or a bad version costs learning, never serving. The
 rules (consent, near-duplicates, promotion) are in `cluster.learning`.
