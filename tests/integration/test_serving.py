@@ -253,11 +253,15 @@ def test_a_killed_trainer_promotes_nothing_and_the_next_one_continues(served: Se
     def trainer() -> dict[str, Any]:
         return next(iter(served.inspect("Trainer")), {"progress": None, "pid": None})
 
-    eventually(lambda: trainer()["progress"] is not None, "it trains")
+    def steps() -> int:
+        progress = trainer()["progress"]
+        return progress["step"] if progress else 0
+
+    eventually(lambda: steps() > 1, "it trains, and has saved its first step")
     before = trainer()["pid"]
     text = _stream_and_disturb(served, PROMPTS[2], 64, {5: lambda: os.kill(before, signal.SIGKILL)})
     reference.assert_greedy(PROMPTS[2], 64, text)
-    eventually(lambda: trainer()["progress"] is not None and trainer()["pid"] != before, "the next one trains", 120)
+    eventually(lambda: trainer()["pid"] != before and steps() > 0, "the next one trains", 120)
     reference.assert_greedy(PROMPTS[0], 32, ask(served, PROMPTS[0]))
     assert trainer()["counts"] == {"killed": 1}
     metrics = text_string_to_metric_families(httpx.get(f"{served.url}/metrics", trust_env=False).text)
@@ -269,7 +273,7 @@ def test_a_killed_trainer_promotes_nothing_and_the_next_one_continues(served: Se
     assert VersionFolder(Path(learning.folder)).history() == []
     store.forget()  # ends the training
     store.close()
-    eventually(lambda: trainer()["progress"] is None, "it no longer trains")
+    eventually(lambda: steps() == 0, "it no longer trains")
 
 
 def serve_log() -> list[str]:
