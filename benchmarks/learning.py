@@ -2,14 +2,14 @@
 
     python benchmarks/learning.py phases --out FOLDER [--picture OUT.svg] [--json FILE]
     python benchmarks/learning.py kinds --out FOLDER [--json FILE]
-    PYTHONPATH=. python benchmarks/learning.py heads --out FOLDER --epochs 4 --learning-rate 1e-3 [--json FILE]
+    PYTHONPATH=. python benchmarks/learning.py heads --out FOLDER --method eagle --learning-rate 1e-3 [--json FILE]
 
 `phases` feeds the target's greedy answers to support requests, then to SQL requests, to a `Trainer` in FOLDER. It
 scores the draft before, between and after on held-out requests of both kinds and on the prompts of `slipstream bench`.
 `kinds` compares the resulting draft with two specialists, each of which learns one kind alone in as many epochs.
-`heads` starts from an untrained EAGLE-3 head for the demo's target (`examples.train_head`). The head learns general
-dialogues, then support requests, from the target's states, stored as drafters store them. Results of earlier runs in
-FOLDER, such as answers, are reused.
+`heads` starts from an untrained head for the demo's target (`examples.train_head`). The head learns general dialogues,
+then support requests, from the target's states, stored as drafters store them. Results of earlier runs in FOLDER, such
+as answers, are reused.
 """
 
 import argparse
@@ -191,8 +191,8 @@ def heads(arguments: argparse.Namespace, console: Console) -> None:
     """Lets an untrained head learn general dialogues, then support requests."""
     target, draft = configured_draft()
     data = traffic(arguments, target, console)
-    folder = untrained_head(arguments.out / "untrained_eagle", target, draft.folder)
-    pool = DraftPool(method="eagle", model=str(folder))
+    folder = untrained_head(arguments.method, arguments.out / f"untrained_{arguments.method}", target, draft)
+    pool = DraftPool(method=arguments.method, model=str(folder))
     head = head_learning(pool, str(target))
     draft = replace(draft, folder=folder, method=pool.method, head=head)
     spec = capture_spec(pool, target, "float32")
@@ -219,16 +219,22 @@ def named(kind: str, examples: Sequence[Example]) -> list[Example]:
     return [replace(example, session=f"{kind}-{index}") for index, example in enumerate(examples)]
 
 
-def untrained_head(folder: Path, target: Path, draft: Path) -> Path:
-    """Writes an EAGLE-3 head made of parts of the target, for a draft model's frequent tokens; returns `folder`."""
+def untrained_head(method: str, folder: Path, target: Path, draft: Draft) -> Path:
+    """Writes a head made of parts of the target, for a draft model's frequent tokens; returns `folder`."""
     from examples.train_head.checkpoints import write_head
     from examples.train_head.heads.eagle import EagleModule
+    from examples.train_head.heads.medusa_module import MedusaModule
     from examples.train_head.heads.target_parts import target_parts
 
     if not folder.is_dir():
         parts = target_parts(str(target))
-        ids = sorted((read_frequent_tokens(draft, parts.sizes.vocabulary) or [])[:DRAFT_VOCABULARY])
-        module = EagleModule(parts, default_states(parts.layers), torch.tensor(ids), layers=1, seed=0)
+        frequent = read_frequent_tokens(draft.folder, parts.sizes.vocabulary) or []
+        ids = torch.tensor(sorted(frequent[:DRAFT_VOCABULARY]))
+        module = (
+            EagleModule(parts, default_states(parts.layers), ids, layers=1, seed=0)
+            if method == "eagle"
+            else MedusaModule(parts, ids, draft.draft_tokens)
+        )
         write_head(folder, module.published(), torch.bfloat16)
     return folder
 
@@ -332,6 +338,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="most tokens of an answer")
     parser.add_argument("--epochs", type=float, default=DEFAULTS.epochs, help="of a phase")
     parser.add_argument("--learning-rate", type=float, default=DEFAULTS.learning_rate, help="of AdamW")
+    parser.add_argument("--method", choices=("eagle", "medusa"), default="eagle", help="kind of head")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--picture", type=Path, metavar="OUT.svg", help="draw agreement by phase")
     parser.add_argument("--json", type=Path, help="write all figures here, after each part")

@@ -213,7 +213,7 @@ PROJECTING_HEADS = frozenset({"dflash", "eagle"})
 MODEL_METHODS = frozenset({"draft_model"}) | HEADS
 """Methods with their own checkpoint; hybrid follows its model-based method."""
 
-LEARNING_METHODS = frozenset({"draft_model", "eagle"})
+LEARNING_METHODS = frozenset({"draft_model", "eagle", "medusa", "mlp_speculator"})
 """Methods with weights that `draft.learning` can train; hybrid follows its model-based method."""
 
 

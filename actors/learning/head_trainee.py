@@ -1,8 +1,8 @@
 """Trains a draft head on the target's hidden states, as drafters kept them (`examples.StateRecorder`).
 
-The head is unrolled as it drafts: from a state of the target it predicts one token, then further ones from its own
-states (EAGLE-3's training-time test, arXiv 2503.01840). The loss is the cross-entropy of the answer's tokens; that of
-each further token counts `DECAY` times the one before.
+The head is unrolled as it drafts: from a state of the target it predicts one token, then further ones. EAGLE-3 and
+MLPSpeculator predict those from their own states (training-time test, arXiv 2503.01840). The loss is the cross-entropy
+of the answer's tokens; that of each further token counts `DECAY` times the one before.
 
 The projection of the target's states is not trained. The target may compute it, states are kept as projected then, and
 open sessions' states stay valid when drafters exchange the weights.
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from actors.compute.hidden_states import decode_rows
 from actors.drafters.heads.files import HeadFiles
+from actors.drafters.heads.projection import unchanged
 from actors.learning.evaluation import by_row, score_rows
 from actors.learning.trainable import (
     Pass,
@@ -38,8 +39,8 @@ from actors.learning.trainee import Load, TrainingOptions, TrainingPass
 from cluster.learning import Example, SessionScore
 from protos.messages import StatesFormat
 
-DECAY = 0.8  # weight of a token's loss relative to the token before (EAGLE-3)
-UNROLL = 3  # most tokens that a head predicts in training after each state
+DECAY = 0.8  # weight of a token's loss relative to the token before (EAGLE-3, Medusa)
+UNROLL = 3  # tokens predicted in training after each state by a head that repeats the same weights
 
 
 class HeadNetwork(Protocol):
@@ -67,8 +68,9 @@ class LoadedHead:
     names: Mapping[str, str]  # stored name of each trained parameter, by its name in the network
     token_ids: Tensor  # (columns,): the target's token id for each logit column
     vocabulary: int
-    max_positions: int
-    project: Callable[[Tensor], Tensor]  # maps kept rows, (n, width), to the network's states, (n, width)
+    steps: int | None = None  # most tokens predicted after each state, with weights of their own; None: any number
+    max_positions: int | None = None  # longest text that the head can read; None: any
+    project: Callable[[Tensor], Tensor] = unchanged  # maps kept rows, (n, width), to the network's states, (n, width)
 
 
 class StatesFile:
@@ -165,8 +167,8 @@ class HeadTrainee:
     ) -> list[SessionScore]:
         cut = self.rows(examples, options.limits)
         lengths = [sum(row.predicted for row in own) for own in cut]
-        matches = partial(self._matches, count=options.draft_tokens)
-        return score_rows(cut, lengths, matches, options.draft_tokens, options.pass_tokens, pause)
+        count = min(options.draft_tokens, self._head.steps or options.draft_tokens)
+        return score_rows(cut, lengths, partial(self._matches, count=count), count, options.pass_tokens, pause)
 
     def rounded(self) -> Weights:
         held = dict(self.network.named_parameters())
@@ -205,7 +207,7 @@ class HeadTrainee:
         """Runs one pass of a step with `positions` positions in all."""
         batch, states = self._collate(rows)
         columns = self._column_of[batch.labels]
-        count = min(UNROLL, options.draft_tokens)
+        count = min(options.draft_tokens, self._head.steps or UNROLL)
         loss = states.new_zeros(())
         first = agreed = 0.0
         weights = [DECAY**step for step in range(count)]

@@ -243,7 +243,7 @@ class _Training:
 
     def _state(self) -> "_State":
         weights = self._trainee.network.named_parameters()
-        tensors = {f"draft.{name}": weight.detach() for name, weight in weights}
+        tensors = {f"draft.{name}": weight.detach() for name, weight in weights if weight.requires_grad}
         for index, moments in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": moment for name, moment in moments.items()}
         tensors |= {f"best_model.{name}": weight for name, weight in self.best.model.items()}

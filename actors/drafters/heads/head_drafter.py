@@ -11,6 +11,7 @@ text then suffices for blocks after every outcome: after k further tokens, the b
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -30,6 +31,7 @@ from cluster.drafting.lookahead import (
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, with_empty
 from cluster.drafting.trees import NO_CHOICES, branches_by_depth
+from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape, StatesNeeded
 from protos.prefix import hashes_after
 
@@ -104,18 +106,30 @@ class StatePredictor(Protocol):
         ...
 
 
+PrepareWeights = Callable[[Path], Callable[[], object]]
+"""Implements `ExchangesWeights.prepare_weights`."""
+
+
 class HeadDrafter:
-    """Drafting method for a `StatePredictor`. A session gets no tokens while its states are missing."""
+    """Drafting method for a `StatePredictor`. A session gets no tokens while its states are missing.
+
+    With `prepare`, the head's weights can be exchanged.
+    """
 
     shapes = frozenset(Shape)
     outcomes = MAX_OUTCOMES
 
     def __init__(
-        self, predictor: StatePredictor, sampler: DraftSampler, clock: Callable[[], float] = time.monotonic
+        self,
+        predictor: StatePredictor,
+        sampler: DraftSampler,
+        clock: Callable[[], float] = time.monotonic,
+        prepare: PrepareWeights | None = None,
     ) -> None:
         self._predictor = predictor
         self._sampler = sampler
         self._clock = clock
+        self._prepare = prepare
         self._lookahead_time = ForwardTime()
         self._texts: dict[str, SessionText] = {}
 
@@ -126,6 +140,11 @@ class HeadDrafter:
     @property
     def needs(self) -> StatesNeeded:
         return self._predictor.needs
+
+    def prepare_weights(self, folder: Path) -> Callable[[], object]:
+        if self._prepare is None:
+            raise ModelError(f"{folder} cannot replace the head in use: heads of this kind do not learn")
+        return self._prepare(folder)
 
     # ------------------------------------------------------------ sessions
 

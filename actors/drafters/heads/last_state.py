@@ -7,6 +7,7 @@ define the heads.
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -127,6 +128,13 @@ class LastStatePredictor:
 
     def reach(self, depth: int) -> int:
         return self._head.config.reach(depth)
+
+    def exchange(self, head: LastStateHead) -> LastStateHead:
+        """Replaces the head between two passes; returns the previous one. Stored states do not depend on the head."""
+        used = self._head
+        self._head = head
+        self._sampler.exchange(head.token_ids)
+        return used
 
     # ------------------------------------------------------------ states
 
@@ -284,9 +292,39 @@ def last_state_drafting(
     device = device_of(draft.resources)
     products = choose_products(options.quantization, setup.dtype, device)
     target = folder_to_borrow_from(setup.target, borrowed)
-    head = load(head_folder(draft), target, products.dtype, device, setup.target_tokens.keys(), products.product)
+
+    def loaded(folder: Path) -> LastStateHead:
+        return load(folder, target, products.dtype, device, setup.target_tokens.keys(), products.product)
+
+    head = loaded(head_folder(draft))
     log.info("\n".join(head.config.describe()))
     rows = target_shape(target).vocabulary
     limits = DraftingLimits(options.draft_probs_top_k)
     sampler = DraftSampler(head.token_ids, rows, limits, Calibration(), (*MAKERS, *setup.makers))
-    return HeadDrafter(LastStatePredictor(head, sampler, LastRows(device, products.dtype)), sampler)
+    predictor = LastStatePredictor(head, sampler, LastRows(device, products.dtype))
+
+    def prepare(folder: Path) -> Callable[[], object]:
+        other = loaded(folder)
+        _check_replaces(
+            folder, other, head, torch.ones(1, head.config.needs.width, dtype=products.dtype, device=device)
+        )
+        return partial(predictor.exchange, other)
+
+    return HeadDrafter(predictor, sampler, prepare=prepare)
+
+
+@torch.inference_mode()
+def _check_replaces(folder: Path, head: LastStateHead, used: LastStateHead, states: Tensor) -> None:
+    """Raises ModelError if a head has another shape than the head in use, or computes NaN or infinite logits from
+    `states`, (1, width).
+    """
+    if head.config != used.config:
+        raise ModelError(
+            f"{folder} cannot replace the head in use: its shape differs; train it from the head in draft.model"
+        )
+    for depth in range(head.config.width):
+        output = head.predict_next(states, [int(head.token_ids[0])], depth)
+        if not bool(torch.isfinite(output.logits.amax(dim=-1)).all()):
+            raise ModelError(f"the head in {folder} computes NaN or infinite logits; train it again")
+        assert output.hidden is not None, "the head returned no states"
+        states = output.hidden

@@ -102,7 +102,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
 
 def borrowed_tensors_of(files: HeadFiles) -> list[tuple[str, ...]]:
     """Returns the tensors to borrow from the target, as groups of names. Expects tensor names without prefix."""
-    return [HEAD] if _names_of(files).lm_head(0) is None else []
+    return [HEAD] if names_of(files).lm_head(0) is None else []
 
 
 def load_medusa(
@@ -129,7 +129,7 @@ def medusa_of(
     product: Product,
 ) -> MedusaHeads:
     """Builds heads from tensor names without prefix. Raises ModelError if a tensor is missing or has another shape."""
-    names = _names_of(files)
+    names = names_of(files)
     ids = files.tensors.get("token_map", torch.arange(config.columns)).long()
     columns = draft_columns(files.folder, ids, config.vocabulary, proposable)
 
@@ -157,7 +157,7 @@ def medusa_of(
 
 def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
     """Resolves heads from tensor names without prefix. Raises ModelError if they do not match the target."""
-    names = _names_of(files)
+    names = names_of(files)
     if not names.heads or names.heads != list(range(len(names.heads))):
         raise ModelError(
             f"{files.folder} contains Medusa heads {names.heads}, expected 0, 1, ... without a gap, with tensors"
@@ -226,8 +226,9 @@ class _VllmNames:
         return next((name for name in stored if name in self._tensors), None)
 
 
-_Names = _OwnNames | _VllmNames
+MedusaNames = _OwnNames | _VllmNames
 
 
-def _names_of(files: HeadFiles) -> _Names:
+def names_of(files: HeadFiles) -> MedusaNames:
+    """Returns the layout's tensor names. Expects tensor names without prefix."""
     return _OwnNames(files) if any(map(BLOCK.fullmatch, files.tensors)) else _VllmNames(files)

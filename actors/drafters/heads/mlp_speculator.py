@@ -60,6 +60,14 @@ class MlpSpeculatorConfig:
         """
         return self.steps if self.steps > 1 else max(0, 1 - depth)
 
+    def weights_of(self, step: int) -> int:
+        """Returns the index of a step's stored embedding, norm and LM head."""
+        return 0 if self.is_tied else step
+
+    def projection_of(self, step: int) -> int:
+        """Returns the index of a step's stored projection. The first step's has other inputs than the rest."""
+        return min(step, 1) if self.is_tied else step
+
     @property
     def state_share(self) -> float:
         """Weight of the previous state per step. After all steps, the squared weight of the target's state is 1/2."""
@@ -158,12 +166,11 @@ def mlp_speculator_of(
 
     def step(index: int) -> SpeculatorStep:
         inputs = config.hidden if index == 0 else config.inner
-        one = 0 if config.is_tied else index
-        project = min(index, 1) if config.is_tied else index
+        one = config.weights_of(index)
         head = columns.of(placed(f"head.{one}.weight", config.columns, config.inner))
         return SpeculatorStep(
             embedding=placed(f"emb.{one}.weight", config.columns, config.inner),
-            project=product(placed(f"proj.{project}.weight", config.inner, inputs), None),
+            project=product(placed(f"proj.{config.projection_of(index)}.weight", config.inner, inputs), None),
             norm_weight=placed(f"ln.{one}.weight", config.inner),
             norm_bias=placed(f"ln.{one}.bias", config.inner),
             lm_head=product(head, None),

@@ -278,4 +278,5 @@ LEARNING = {"folder": "learning"}
 def test_a_draft_that_cannot_learn_so_is_refused(draft, why):
     with pytest.raises(ValueError, match=why):
         DraftPool.model_validate({"model": "head"} | draft)
-    assert DraftPool.model_validate({"method": "eagle", "model": "head", "learning": LEARNING}).learning is not None
+    for method in ("eagle", "medusa", "mlp_speculator"):
+        assert DraftPool.model_validate({"method": method, "model": "head", "learning": LEARNING}).learning is not None

@@ -36,12 +36,14 @@ from tests.unit.actors.drafters.drafting import (
 from tests.unit.actors.drafters.heads.eagle_fixtures import (
     CPU,
     TARGET,
+    Change,
     Drive,
     altered,
     case,
     checkpoint,
     loaded,
     off_by,
+    without,
 )
 from tests.unit.actors.drafters.heads.eagle_restated import RestatedEagle, Variant
 
@@ -311,3 +313,47 @@ def test_where_there_are_none_it_is_refused() -> None:
     gpu = {"method": "mtp", "mtp": {"quantization": "int8"}, "resources": {"num_gpus": 1}}
     with pytest.raises(ConfigError, match=r"mtp\.quantization int8 requires CPUs"):
         validated({"model": {"target": "t"}, "draft": gpu})
+
+
+# ---------------------------------------------------------------- exchanges of weights
+
+LEARNING = ("eagle", "medusa", "mlp_speculator")
+
+
+def negated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Negates LM heads, among others, but no projection of the target's states."""
+    return {name: -each if "head" in name or name.endswith(".1.weight") else each for name, each in tensors.items()}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_an_exchanged_head_drafts_as_a_new_one(name: str, tmp_path: Path) -> None:
+    folder = altered(tmp_path, FIXTURES[name], negated)
+    want = a_want(decided(case(FIXTURES[name])), 16)
+    method, new = deployed_method(name, checkpoint(FIXTURES[name])), deployed_method(name, folder)
+    rows = encoded(rows_of(name), method)
+    before, expected = drafted(method, want, rows), drafted(new, want, rows)
+    assert before.tokens != expected.tokens
+    method.open(want.open)
+    method.committed("s", want.tokens[1:])
+    method.states("s", 0, rows)
+    exchange = method.prepare_weights(folder)
+    assert method.draft([want.request]) == [before], "nothing changes before the exchange"
+    assert exchange() is not None, "the caller frees the old weights"
+    assert method.draft([want.request])[0].tokens == expected.tokens, "open sessions keep their states"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("medusa", without("4."), "its shape differs"),
+        ("medusa", lambda tensors: tensors | {"0.1.weight": tensors["0.1.weight"] * float("nan")}, "NaN"),
+        ("mlp_speculator", lambda tensors: {name: each * float("nan") for name, each in tensors.items()}, "NaN"),
+        ("dflash", dict, "heads of this kind do not learn"),
+    ],
+)
+def test_a_head_that_cannot_replace_the_one_in_use_is_refused(
+    name: str, change: Change, why: str, tmp_path: Path
+) -> None:
+    method = deployed_method(name, checkpoint(FIXTURES[name]))
+    with pytest.raises(ModelError, match=why):
+        method.prepare_weights(altered(tmp_path, FIXTURES[name], change))
