@@ -134,6 +134,7 @@ class AttendedEngine(WrappedEngine):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._unattended: set[str] = set()  # sessions opened with drafts, before a drafter attached
+        self._early: set[str] = set()  # sessions that a drafter attached to before the router's Open arrived
 
     def observe(self, replica: TargetReplica) -> None:
         """Taps the target's messages."""
@@ -142,9 +143,16 @@ class AttendedEngine(WrappedEngine):
         def tap(stream: str, frame: Decoded) -> None:
             for message in frame.messages:
                 if isinstance(message, Open) and message.draft_tokens and not message.audit:
-                    self._unattended.add(message.session)
-                elif isinstance(message, Attach | Close):
+                    if message.session not in self._early:
+                        self._unattended.add(message.session)
+                    self._early.discard(message.session)
+                elif isinstance(message, Attach):
+                    if message.session not in self._unattended:
+                        self._early.add(message.session)
                     self._unattended.discard(message.session)
+                elif isinstance(message, Close):
+                    self._unattended.discard(message.session)
+                    self._early.discard(message.session)
             receive(stream, frame)
 
         replica.receive = tap  # type: ignore[method-assign]
