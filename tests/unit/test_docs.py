@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from cluster.config import MOVED_KEYS, SlipstreamConfig, validated
-from docs.generate import PAGES, all_keys, key_tables, page, stale_pages
+from docs.generate import PAGES, all_keys, key_lists, page, stale_pages
 from tools.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -60,10 +60,10 @@ def test_every_key_is_explained() -> None:
     assert [str(key) for key in all_keys() if not key.meaning] == [], "keys without a description in cluster/config.py"
 
 
-def test_every_key_has_a_row_or_is_part_of_a_reference() -> None:
-    rows = re.findall(r"^\| (`.+?`) \|", key_tables(), re.MULTILINE)
+def test_every_key_has_an_item_or_is_part_of_a_reference() -> None:
+    items = re.findall(r"^\* (`[^:(]+`)(?: \(.*?\))?:", key_lists(), re.MULTILINE)
     found = set()
-    for first, *others in (re.findall("`(.+?)`", row) for row in rows):
+    for first, *others in (re.findall("`(.+?)`", item) for item in items):
         found |= {first, *(f"{first.rpartition('.')[0]}.{name}" for name in others)}
     assert [str(key) for key in all_keys() if str(key) not in found and key.section not in found] == []
 
