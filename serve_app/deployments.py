@@ -403,7 +403,7 @@ class TrainerDeployment(_ReplicaDeployment):
         )
         self._is_stopping = threading.Event()
         self._timeline = Timeline(time.monotonic)
-        self._trainer = await self._on_thread(partial(start_trainer, config, self._is_stopping.is_set))
+        self._trainer = await self._on_thread(partial(start_trainer, config, self._is_stopping))
         self._mirror = RayMirror(self._families)
         self._work = asyncio.create_task(run_logged("the training loop", self._train()))
         self._ending.push_async_callback(self._stop_training)

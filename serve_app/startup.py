@@ -6,7 +6,8 @@ replica after a failed start.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import threading
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,9 +32,11 @@ from actors.engine.process import device_of, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankReport, RankSpec
 from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.learning.conversations import read_examples
+from actors.learning.evaluation import do_nothing
 from actors.learning.examples import ExampleStore, StateRecorder
 from actors.learning.head_loading import head_learning
 from actors.learning.reload import CONFIGURED, LearnedDraft, Version
+from actors.learning.spare_time import SpareTime
 from actors.learning.trainer import Draft, Trainer
 from actors.learning.versions import VersionFolder
 from actors.models.checkpoint import (
@@ -154,7 +157,7 @@ def _limits(config: SlipstreamConfig, vocabulary: int, **of_engine: Any) -> Veri
     )
 
 
-def start_trainer(config: SlipstreamConfig, should_stop: Callable[[], bool]) -> Trainer:
+def start_trainer(config: SlipstreamConfig, is_stopping: threading.Event) -> Trainer:
     """Returns a trainer for the configured draft. Raises ConfigError or ModelError."""
     learning = config.draft.learning
     assert learning is not None, "a trainer requires a draft that learns"
@@ -170,7 +173,8 @@ def start_trainer(config: SlipstreamConfig, should_stop: Callable[[], bool]) -> 
     replay: list[Example] = []
     if learning.replay is not None:
         replay = read_examples(Path(learning.replay).expanduser(), load_tokenizer(target), end_ids(target))
-    return Trainer(learning, draft, replay, should_stop=should_stop)
+    pause = SpareTime(is_stopping.wait).pause if learning.resources.background else do_nothing
+    return Trainer(learning, draft, replay, should_stop=is_stopping.is_set, pause=pause)
 
 
 Started = TypeVar("Started")

@@ -103,6 +103,7 @@ def train_candidate(
     older: Sequence[Example] = (),
     progress: Callable[[TrainingProgress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
+    pause: Callable[[], None] = do_nothing,
     state: Path | None = None,
     device: torch.device = CPU,
     load: Load = DraftTrainee,
@@ -126,6 +127,7 @@ def train_candidate(
         options,
         progress=progress,
         should_stop=should_stop,
+        pause=pause,
         state=state,
         device=device,
         load=load,
@@ -134,7 +136,7 @@ def train_candidate(
         return None
 
     def compared(examples: Sequence[Example]) -> Comparison:
-        before, after = (load(draft, device).score(examples, options, do_nothing) for draft in (start, out))
+        before, after = (load(draft, device).score(examples, options, pause) for draft in (start, out))
         return compare(before, after)
 
     return Trained(
@@ -189,6 +191,7 @@ class Trainer:
         replay: Sequence[Example],
         *,
         should_stop: Callable[[], bool] = lambda: False,
+        pause: Callable[[], None] = do_nothing,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._options = options
@@ -197,6 +200,7 @@ class Trainer:
         self._versions = VersionFolder(self._folder)
         self._general = replay
         self._should_stop = should_stop
+        self._pause = pause
         self._clock = clock
         self._phase = "waiting"
         self._is_waiting = False  # for examples; logged once
@@ -360,6 +364,7 @@ class Trainer:
             older=selection.older,
             progress=self._report,
             should_stop=lambda: self._should_stop() or is_forgotten(),
+            pause=self._pause,
             state=self._folder / "training" / "state",
             device=self._draft.device,
             load=load,
