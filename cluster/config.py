@@ -266,7 +266,7 @@ class LearningOptions(Section):
     learning_rate: float = Field(1.5e-4, gt=0, description="peak learning rate of AdamW")
     replay: str | None = Field(
         None,
-        description="file or folder of general conversations (JSON lines) to prevent forgetting",
+        description="file or folder of general conversations in JSON Lines",
     )
     replay_share: float = Field(0.5, ge=0, lt=1, description="share of general conversations in each batch")
     max_general_loss: float = Field(
@@ -395,9 +395,9 @@ class AuditConfig(Section):
         ge=0,
         description="logit margin below which a mismatch counts as rounding; default: by dtype",
     )
-    max_waiting: Positive = Field(64, description="maximum queued audits; further audits are dropped")
-    max_waiting_tokens: Positive = Field(1 << 18, description="maximum tokens of queued audits, prompts included")
-    records: str | None = Field(None, description="JSON Lines file for differences; default: log only")
+    max_waiting: Positive = Field(64, description="maximum queued audits")
+    max_waiting_tokens: Positive = Field(1 << 18, description="maximum tokens of queued audits")
+    records: str | None = Field(None, description="JSON Lines file for differences")
     max_record_bytes: Positive = Field(1 << 20, description="maximum size of the records file")
 
 
@@ -416,7 +416,7 @@ class AdminConfig(Section):
 class ServerConfig(Section):
     """The HTTP API and the routers."""
 
-    host: str = Field("127.0.0.1", description="bind address; 0.0.0.0: all interfaces")
+    host: str = Field("127.0.0.1", description="bind address")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free port")
     routers: Positive = Field(1, description="router replicas")
     max_body_bytes: Positive = Field(4 << 20, description="maximum size of a request body; otherwise 413")
@@ -441,7 +441,7 @@ class ServerConfig(Section):
     drain_s: Seconds = Field(30, description="grace period of running requests at shutdown")
     stream_interval: Positive = Field(
         1,
-        description="minimum tokens per stream event; higher values use less CPU",
+        description="minimum tokens per stream event",
     )
     target_wait_s: Seconds = Field(60, description="maximum wait for a target replica")
     page: bool = Field(True, description="serve the live page at `/`")

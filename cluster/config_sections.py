@@ -98,7 +98,7 @@ class HybridOptions(Section):
 
     then: Literal["draft_model", "medusa", "mlp_speculator", "dflash", "eagle", "mtp"] = Field(
         "draft_model",
-        description="model-based method for positions without a good match",
+        description="method for positions without a good match",
     )
 
 
@@ -120,8 +120,7 @@ class EagleOptions(HeadOptions):
 
     states: tuple[int, ...] | None = Field(
         None,
-        description="hidden states concatenated by EAGLE-3: k is the residual stream after k layers; default: from the"
-        " head",
+        description="hidden states concatenated by EAGLE-3 (k: after k layers); default: from the head",
     )
     layer_ids: Literal["state", "output"] | None = Field(
         None,
@@ -169,8 +168,7 @@ class StatesOptions(Section):
     )
     kept_tokens: Positive | None = Field(
         None,
-        description="maximum tokens with kept states per drafter; above, it refuses or gives up sessions; default:"
-        " max_sessions times max_context",
+        description="maximum tokens with kept states per drafter; default: max_sessions times max_context",
     )
 
     def projects_at_target(self, needed: StatesNeeded) -> bool:
@@ -266,7 +264,7 @@ class ApiKey(Section):
     )
     cache_salt: str | None = Field(
         None,
-        description="keys with the same salt share cached prefixes; default: no sharing",
+        description="keys with the same salt share cached prefixes",
     )
     learn: bool = Field(True, description="false: never learn from this key's requests")
 
