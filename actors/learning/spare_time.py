@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 CONTENDED_SHARE = 0.8  # of a pass spent on a core; below, other threads wanted the core
 FIRST_REST_S = 0.25
-LONGEST_REST_S = 10.0
+LONGEST_REST_S = 30.0
 
 
 class SpareTime:
     """Lengthens the rests between passes while passes wait for a core.
 
     Each contended pass doubles the rest, up to `LONGEST_REST_S`; an uncontended pass ends resting. Passes that take
-    0.1 s thus use one percent of a busy core.
+    0.3 s thus use one percent of a busy core.
     """
 
     def __init__(
