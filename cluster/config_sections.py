@@ -120,7 +120,7 @@ class EagleOptions(HeadOptions):
 
     states: tuple[int, ...] | None = Field(
         None,
-        description="hidden states concatenated by EAGLE-3 (k: after k layers); default: from the head",
+        description="hidden states that EAGLE-3 concatenates; state k follows k layers; default: from the head",
     )
     layer_ids: Literal["state", "output"] | None = Field(
         None,
@@ -231,7 +231,7 @@ class TrustConfig(Section):
     )
     insecure: bool = Field(
         False,
-        description="listen on other addresses without authentication; trusts every peer",
+        description="listen on non-loopback addresses without authentication; trusts every peer",
     )
     reflection: bool = Field(False, description="enable gRPC reflection")
     max_streams_per_host: Positive = Field(256, description="maximum streams per server and remote host")
