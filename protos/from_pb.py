@@ -261,7 +261,7 @@ def _attach_from_pb(m: pb.Attach) -> Attach:
     is_after = states_by is None or (states_from is not None and states_from <= states_by <= m.have_len)
     require(is_after, f"states_by is {states_by}, expected states_from ({states_from}) to {m.have_len}")
     assignment_token = _assignment_token_from_pb(m.assignment_token) if m.HasField("assignment_token") else None
-    return Attach(m.session, m.have_len, m.have_hash, states_from, assignment_token, states_by)
+    return Attach(m.session, m.have_len, m.have_hash, states_from, assignment_token, states_by, m.draft_version)
 
 
 def _collapse_from_pb(m: pb.Collapse) -> Collapse:

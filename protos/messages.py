@@ -88,7 +88,7 @@ class StatesFormat:
         return max(1, MAX_STATES_BYTES // self.row_bytes)
 
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt takes 4 MiB; the blocks of 64 sessions take far less
 MAX_GRAMMAR_BYTES = 1 << 16
 PROOF_BYTES = 16  # size of an assignment token's proof
@@ -275,6 +275,7 @@ class Attach:
     states_from: int | None = None  # first position with missing hidden states; None: the drafter reads none
     assignment_token: AssignmentToken | None = None
     states_by: int | None = None  # latest start position to use instead if earlier states must be recomputed
+    draft_version: int = 0  # version of the learned draft; 0: the configured draft
 
 
 @value

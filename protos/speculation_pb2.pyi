@@ -230,20 +230,22 @@ class Block(_message.Message):
     def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., draft_probs: _Optional[_Union[SparseProbs, _Mapping]] = ..., parents: _Optional[bytes] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("session", "have_len", "have_hash", "states_from", "assignment_token", "states_by")
+    __slots__ = ("session", "have_len", "have_hash", "states_from", "assignment_token", "states_by", "draft_version")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     HAVE_LEN_FIELD_NUMBER: _ClassVar[int]
     HAVE_HASH_FIELD_NUMBER: _ClassVar[int]
     STATES_FROM_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     STATES_BY_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_VERSION_FIELD_NUMBER: _ClassVar[int]
     session: str
     have_len: int
     have_hash: int
     states_from: int
     assignment_token: AssignmentToken
     states_by: int
-    def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ..., have_hash: _Optional[int] = ..., states_from: _Optional[int] = ..., assignment_token: _Optional[_Union[AssignmentToken, _Mapping]] = ..., states_by: _Optional[int] = ...) -> None: ...
+    draft_version: int
+    def __init__(self, session: _Optional[str] = ..., have_len: _Optional[int] = ..., have_hash: _Optional[int] = ..., states_from: _Optional[int] = ..., assignment_token: _Optional[_Union[AssignmentToken, _Mapping]] = ..., states_by: _Optional[int] = ..., draft_version: _Optional[int] = ...) -> None: ...
 
 class Detach(_message.Message):
     __slots__ = ("session",)

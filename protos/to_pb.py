@@ -129,6 +129,7 @@ def _attach_to_pb(m: Attach) -> pb.Attach:
         states_from=m.states_from,
         assignment_token=_assignment_token_to_pb(m.assignment_token) if m.assignment_token else None,
         states_by=m.states_by,
+        draft_version=m.draft_version,
     )
 
 

@@ -72,7 +72,7 @@ class DraftSequence:
             and not self.lacks_states
         )
 
-    def reset(self) -> Attach:
+    def reset(self, draft_version: int) -> Attach:
         """Discards the record of sent blocks, which may be lost; returns the Attach for the target."""
         self.attached = True
         self.served_len = None
@@ -84,7 +84,8 @@ class DraftSequence:
         prefix = self.prefix
         first = self.states_len
         by = self.states_by if first != self.states_by else None
-        return Attach(self.open.session, prefix.length, prefix.hash, first, self.open.assignment_token, by)
+        token = self.open.assignment_token
+        return Attach(self.open.session, prefix.length, prefix.hash, first, token, by, draft_version)
 
     def extend(self, tokens: tuple[int, ...], now: float) -> Proposal | None:
         """Appends a verdict's tokens; returns the block already sent for the new text, if any."""

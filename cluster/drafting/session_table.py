@@ -374,7 +374,7 @@ class SessionTable:
         return self._step_intervals.get(target) or StepIntervalEstimate()
 
     def _attach(self, session: DraftSequence) -> Send:
-        return session.target, session.reset()
+        return session.target, session.reset(self.version_watch.version)
 
     def _refuse(self, request: Open) -> Refusal | None:
         limits = self._limits

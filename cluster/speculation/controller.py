@@ -324,6 +324,7 @@ class SpeculationController:
         # Block delay in seconds over the number of tokens, by octave of the number of sessions.
         self._delays: defaultdict[int, Pairs] = defaultdict(Pairs)
         self._was_drafted_for = False  # True if blocks were requested for the latest step
+        self._draft_version = 0  # newest version of a learned draft
 
     def step_made(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
         """Records a step of `seconds` that committed `committed` tokens of sessions past their prompts.
@@ -340,6 +341,13 @@ class SpeculationController:
             self._decoded_plainly(step, took_s)
         if not step.is_drafted_for and step.is_open_to_drafts:
             self._gate.non_speculative_step(self.load.sessions)
+
+    def draft_attached(self, version: int) -> None:
+        """Forgets what earlier drafts gained once a newer version drafts, so that losses of theirs do not delay it."""
+        if version > self._draft_version:
+            self._draft_version = version
+            self._gate = KillSwitch()
+            self._chances = Chances()
 
     def block_verified(self, requested: int, room: int, drafted: int, accepted: Sequence[int]) -> None:
         """Records a verified block: `requested` and `drafted` nodes, and the indices of the accepted nodes.

@@ -409,6 +409,7 @@ class VerificationScheduler:
         if not session.prefix.matches(attach.have_len, attach.have_hash):
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
         session.attach(drafter)
+        self.controller.draft_attached(attach.draft_version)
         self.draft_quality.attached(session, drafter)
         self.feeds.attached(session, drafter, attach)
         request = (drafter, session.draft_request())

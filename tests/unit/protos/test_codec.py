@@ -175,7 +175,8 @@ def attaches(draw: st.DrawFn) -> Attach:
     have_len = draw(U32)
     states_from = draw(st.none() | st.integers(0, have_len))
     states_by = None if states_from is None else draw(st.none() | st.integers(states_from, have_len))
-    return Attach(draw(NAMES), have_len, draw(U64), states_from, draw(st.none() | ASSIGNMENT_TOKENS), states_by)
+    token = draw(st.none() | ASSIGNMENT_TOKENS)
+    return Attach(draw(NAMES), have_len, draw(U64), states_from, token, states_by, draw(U32))
 
 
 @st.composite

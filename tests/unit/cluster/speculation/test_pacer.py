@@ -125,3 +125,18 @@ def test_block_delays_are_measured_for_each_octave_of_sessions():
     assert quick == [True] * 3, "nothing is known of eight yet"
     assert [pacer.decide(stats, 2, 1).hold_step for _ in range(2)] == [False] * 2
     assert not slow[-1]
+
+
+def test_a_newer_draft_is_tried_at_once_though_its_predecessor_lost():
+    """Losses of a predecessor would keep a learned draft off for minutes; older versions change nothing."""
+    pacer = a_pacer()
+    pacer.draft_attached(1)
+    for _ in range(1000):
+        is_on = pacer.decide(SessionStats(), 4, 4).tokens > 0
+        pacer.step_made(replace(DECODES, is_drafted_for=is_on), 4, 0.1, took_s=0.5 if is_on else 0.1)
+    assert not pacer.decide(SessionStats(), 4, 4).tokens
+    pacer.draft_attached(1)
+    pacer.draft_attached(0)
+    assert not pacer.decide(SessionStats(), 4, 4).tokens
+    pacer.draft_attached(2)
+    assert pacer.decide(SessionStats(), 4, 4).tokens
