@@ -347,10 +347,10 @@ class VersionAcceptance:
 class VersionWatch:
     """Compares the current version of a learned draft with the previous one, on one drafter.
 
-    The two versions draft for different texts, so the current version counts as worse only below HARDER_TEXT_SHARE of
-    the previous acceptance, and by several standard errors. Targets request few blocks of a useless version. In that
-    case a binomial test over the sessions' first blocks, which are independent, decides. When a version returns, its
-    counts start at zero.
+    The two versions draft for different texts. The current version therefore counts as worse only if its acceptance
+    is several standard errors below HARDER_TEXT_SHARE of the previous acceptance. Targets request few blocks of a
+    useless version. In that case a binomial test over the sessions' first blocks, which are independent, decides.
+    When a version returns, its counts start at zero.
     """
 
     def __init__(self, version: int = 0) -> None:

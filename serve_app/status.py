@@ -95,7 +95,7 @@ def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates routers' remedies for drafters with poor blocks.
+    """Tabulates the routers' actions against drafters with low acceptance.
 
     Remedies count sessions, except "given up", which counts events of the drafter.
     """

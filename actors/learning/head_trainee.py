@@ -61,7 +61,7 @@ class HeadNetwork(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedHead:
-    """A head's network, and what else belongs to the head."""
+    """A head's network with the head's other data."""
 
     network: HeadNetwork
     files: HeadFiles

@@ -50,7 +50,7 @@ GROWTH_SHARE = 0.125  # growth of the limit; smaller than SHED_SHARE to avoid os
 
 
 class Capacity:
-    """Adapts a drafter's limit on sessions, up to `most`."""
+    """Adapts a drafter's session limit, up to `most` sessions."""
 
     def __init__(self, most: int) -> None:
         self.sessions = most

@@ -135,7 +135,7 @@ class Reader(Protocol):
 
 
 class PlainReader:
-    """Reader for models whose answers only have content."""
+    """Parser for model outputs without reasoning or tool calls."""
 
     def push(self, text: str) -> list[Segment]:
         return [Content(text)] if text else []
@@ -145,7 +145,7 @@ class PlainReader:
 
 
 class ResponseReader:
-    """Reader for models whose answers have reasoning or calls.
+    """Parser for model outputs with reasoning or tool calls.
 
     A region with unexpected content is returned verbatim as content, and parsing restarts after it. Calls without
     offered tools are returned likewise. JSON calls are read character by character to track strings.

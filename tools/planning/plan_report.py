@@ -67,7 +67,7 @@ class FormulaCheck:
 
 
 def formula_checks(advance: Callable[[], None] = lambda: None) -> list[FormulaCheck]:
-    """Compares every acceptance and draft length; calls `advance` after each."""
+    """Compares every pair of acceptance rate and draft length; calls `advance` after each pair."""
     non_speculative_rate = _run(0.0, 0, 0.0).tokens_per_s
     found = []
     for acceptance, draft_tokens in product(ACCEPTANCES, DRAFT_LENGTHS):

@@ -14,7 +14,7 @@ from serve_app.api.limits import Deadline
 from serve_app.api.metrics import RequestRecord
 from serve_app.api.streaming import KEEP_ALIVE, EventStream, first_of
 
-SOON_S = 0.001  # idle time before a comment
+SOON_S = 0.001  # idle time before a keep-alive comment
 NEVER_S = 1e6
 
 
