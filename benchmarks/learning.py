@@ -64,7 +64,7 @@ TITLES = {
     GENERAL: "general prompts",
     DIALOGUES: "general dialogues",
 }
-DRAFT_VOCABULARY = 8192  # tokens that a head proposes
+DRAFT_VOCABULARY = 8192  # number of tokens in a head's vocabulary
 
 Scores = Mapping[str, Sequence[SessionScore]]  # by kind
 

@@ -28,7 +28,7 @@ class TargetReport:
     waiting: float = 0.0  # share of serving time spent outside steps, usually waiting for blocks
     cache: float = 0.0  # share of pages held by sessions
     unread: float = 0.0  # number of sessions that have no output token yet
-    first_token_s: float = 0.0  # mean time to first token; sessions without one count their wait so far
+    first_token_s: float = 0.0  # mean time to first token; includes the wait so far of sessions without a token
     backlog_s: float = 0.0  # estimated prefill time of the `unread` sessions
     gain: float = 1.0  # throughput with speculation divided by throughput without; 1 if unknown
 
@@ -157,8 +157,8 @@ def draft_need(
 ) -> Need | None:
     """Returns the need of the draft pool, which has `present` replicas; None before the first report of a target.
 
-    Sessions without a drafter count like the others, whether no drafter exists or all refused. A pool can therefore
-    grow from zero, and a pool that gives up sessions grows.
+    Includes sessions without a drafter, because none exists or all refused. A pool can therefore grow from zero, and a
+    pool that gives up sessions grows.
     """
     if not targets:
         return None

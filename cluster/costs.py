@@ -30,7 +30,7 @@ class ForwardCost(_Cost):
     def _rising(self) -> Self:
         tokens = [at for at, _ in self.by_tokens]
         if any(later <= earlier for earlier, later in pairwise(tokens)):
-            raise ValueError(f"by_tokens has tokens {tokens}; sort the points in increasing order")
+            raise ValueError(f"by_tokens is not sorted by tokens: {tokens}; list its points in increasing order")
         if min(seconds for _, seconds in self.by_tokens) < 0:
             raise ValueError("by_tokens has negative durations; use 0 or more seconds")
         return self

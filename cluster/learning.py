@@ -171,7 +171,7 @@ class Comparison(BaseModel):
 
     before: Figures
     after: Figures
-    low: float  # 95 % confidence bounds of the ratio of tokens per verify, after to before
+    low: float  # 95 % confidence bounds of the ratio of tokens per verify after training to before
     high: float
 
 

@@ -1,4 +1,4 @@
-"""Serve deployments: give targets, drafters, routers and the trainer a process, an address and health checks.
+"""Ray Serve deployments: run targets, drafters, routers and the trainer in processes with health checks.
 
 Each `__init__` starts its parts in order and registers their shutdown on one exit stack, so a replica stops in reverse
 order, even after a failed start. `app.py` connects the deployments.

@@ -261,7 +261,7 @@ class StartedDrafter:
     first_token_acceptance: float | None  # published with the draft, or measured when the version was learned
     learned: LearnedDraft | None = None
     version: int = CONFIGURED
-    recorder: StateRecorder | None = None  # if the draft learns from hidden states
+    recorder: StateRecorder | None = None  # None: the draft does not learn from hidden states
 
 
 def start_drafter(config: SlipstreamConfig) -> StartedDrafter:

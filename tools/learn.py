@@ -74,7 +74,9 @@ def run(
     """
     config = load(config_path, overrides)
     if config.draft.method != "draft_model" or config.draft.model is None:
-        raise ConfigError(f"draft.method is {config.draft.method}; set it to draft_model, the only one that is trained")
+        raise ConfigError(
+            f"draft.method is {config.draft.method}, which this command cannot train; set it to draft_model"
+        )
     learning = config.draft.learning
     if out is None and learning is None:
         raise ConfigError(
@@ -262,7 +264,7 @@ def _examples(learning: LearningOptions) -> Iterator[ExampleStore]:
 
 @learn_app.command()
 def status(config_path: ConfigPath, overrides: Overrides = None) -> None:
-    """Shows the examples kept, those that the next training needs, the current version, and the latest training."""
+    """Shows the stored examples, how many the next training lacks, the current version, and the latest training."""
     learning = _learning(config_path, overrides)
     needs_states = load(config_path, overrides).draft.model_method in HEADS
     versions = VersionFolder(Path(learning.folder).expanduser())

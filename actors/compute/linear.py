@@ -79,7 +79,7 @@ class PackedProjection:
 
 
 class EightBitProjection:
-    """Rounds weights and rows to 8 bits, with one scale per output and one per row; the rest is float32.
+    """Quantizes weights to 8 bits with a scale per output, and activations with a scale per row; all else is float32.
 
     Uses the kernels of torch's dynamic quantisation. The result is approximate.
     """

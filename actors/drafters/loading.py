@@ -29,7 +29,7 @@ from actors.drafters.model.forwards import (
     tokens_per_forward,
 )
 from actors.drafters.model.recurrent_head import DraftHead, load_recurrent_head
-from actors.drafters.model.sampling import Calibration, DraftingLimits
+from actors.drafters.model.sampling import Calibration, DraftingLimits, check_finite
 from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.memory import page_bytes, page_count
@@ -173,8 +173,8 @@ class _Successors:
         if parts.head is not None:
             assert output.hidden is not None, "a head needs hidden states"
             found.append(parts.head.predict_next(output.hidden, tokens).logits)
-        if not all(bool(torch.isfinite(logits.amax(dim=-1)).all()) for logits in found):
-            raise ModelError(f"{folder} computes NaN or infinite logits; train it again")
+        for logits in found:
+            check_finite(logits, folder)
 
 
 FIGURE = "first_token_acceptance"

@@ -183,7 +183,7 @@ class RankSpec:
     """Parameters common to all ranks of a replica."""
 
     folder: str
-    vocabulary: int  # exclusive upper bound of token ids; the model may have padding rows beyond
+    vocabulary: int  # exclusive upper bound of token ids; the embedding may have further padding rows
     dtype: str
     sessions: int  # maximum number of cached sessions
     context: int  # maximum tokens per session

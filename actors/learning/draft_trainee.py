@@ -76,7 +76,7 @@ class DraftTrainee:
         return self._checkpoint.rounded(self.network)
 
     def restore(self, weights: Weights) -> None:
-        self.network.model.load_state_dict(weights.model, strict=False)  # tied weights are stored once
+        self.network.model.load_state_dict(weights.model, strict=False)  # checkpoints omit tied weights
         if self.network.head is not None:
             self.network.head.load_state_dict(weights.head)
 

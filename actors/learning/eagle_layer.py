@@ -78,7 +78,7 @@ class Attention(nn.Module):
         return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
     def _heads(self, x: Tensor, count: int, norm: str = "") -> Tensor:
-        """Splits the last dimension into heads and applies the named norm: (rows, count, longest, head dim)."""
+        """Splits the last dimension into heads, (rows, heads, longest, head dim), and applies the named norm."""
         split = x.view(*x.shape[:-1], count, self._sizes.head_dim)
         if norm and hasattr(self, norm):
             split = self.get_submodule(norm)(split)

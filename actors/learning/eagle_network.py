@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actors.learning.eagle_layer import EagleLayer, RootMeanSquare, SeenSteps
+from actors.learning.head_trainee import HeadNetwork
 
 
 def tokens_after(tokens: Tensor, places: int) -> Tensor:
@@ -17,7 +18,7 @@ def tokens_after(tokens: Tensor, places: int) -> Tensor:
     return F.pad(tokens[:, places:], (0, places))
 
 
-class EagleNetwork(nn.Module):
+class EagleNetwork(HeadNetwork):
     """Decoder layers, norm and LM head. The embedding is not trained."""
 
     def __init__(

@@ -28,7 +28,7 @@ from actors.drafters.heads.weight_reader import borrowed_tensors
 from actors.drafters.registry import states_format, states_kind, states_needed
 from actors.learning.eagle_layer import EagleLayer, LayerSizes, RootMeanSquare
 from actors.learning.eagle_network import EagleNetwork
-from actors.learning.head_trainee import HeadLearning, LoadedHead
+from actors.learning.head_trainee import HeadLearning, HeadNetwork, LoadedHead
 from actors.learning.last_state_networks import MedusaNetwork, MlpSpeculatorNetwork
 from actors.models.checkpoint import local_folder
 from cluster.config import DraftPool
@@ -177,9 +177,13 @@ class _Weights:
         return self._parameters[name]
 
     def loaded_head(
-        self, network: MedusaNetwork | MlpSpeculatorNetwork, stored: HeadFiles, ids: Tensor, vocabulary: int, steps: int
+        self, network: HeadNetwork, stored: HeadFiles, ids: Tensor, vocabulary: int, steps: int
     ) -> LoadedHead:
-        """Returns the head, without a merged model's other tensors; `stored` has the tensor names of the checkpoint."""
+        """Returns the head for training.
+
+        `stored` has the checkpoint's tensor names. Other tensors of a checkpoint that merges head and target are left
+        out.
+        """
         names = _stored_names(stored, self._files)
         stored_as = {id(parameter): names[name] for name, parameter in self._parameters.items()}
         return LoadedHead(

@@ -1,4 +1,4 @@
-"""Trains a draft head on the target's hidden states, as drafters kept them (`examples.StateRecorder`).
+"""Trains a draft head on the target's hidden states, which drafters recorded (`examples.StateRecorder`).
 
 The head is unrolled as it drafts: from a state of the target it predicts one token, then further ones. EAGLE-3 and
 MLPSpeculator predict those from their own states (training-time test, arXiv 2503.01840). The loss is the cross-entropy
@@ -8,12 +8,13 @@ The projection of the target's states is not trained. The target may compute it,
 open sessions' states stay valid when drafters exchange the weights.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -43,20 +44,20 @@ DECAY = 0.8  # weight of a token's loss relative to the token before (EAGLE-3, M
 UNROLL = 3  # tokens predicted in training after each state by a head that repeats the same weights
 
 
-class HeadNetwork(Protocol):
-    """The trained part of a head, a `torch.nn.Module`."""
+class HeadNetwork(nn.Module, ABC):
+    """The trained part of a head."""
 
+    @abstractmethod
     def unroll(self, tokens: Tensor, states: Tensor, count: int) -> Iterable[Tensor]:
         """Yields the inputs of the LM heads of `count` steps, (rows, longest, hidden), or of fewer.
 
         At place p, step k predicts token p + 2 + k from `states`, (rows, longest, width), up to p, and from `tokens`,
         (rows, longest), up to p + 1 + k.
         """
-        ...
 
+    @abstractmethod
     def lm_head_of(self, step: int) -> Tensor:
         """Returns the LM head's weight, (columns, hidden)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,10 +139,7 @@ class HeadTrainee:
     """A head as a `Trainee`. Examples without states have no rows."""
 
     def __init__(self, head: LoadedHead, states: StatesFile, device: torch.device) -> None:
-        assert isinstance(head.network, nn.Module), "a network is trained by torch"
-        self.network: nn.Module = head.network.to(device)
-        self._unroll = head.network.unroll
-        self._lm_head_of = head.network.lm_head_of
+        self.network = head.network.to(device)
         self._head = head
         self._states = states
         self._device = device
@@ -211,12 +209,12 @@ class HeadTrainee:
         loss = states.new_zeros(())
         first = agreed = 0.0
         weights = [DECAY**step for step in range(count)]
-        for step, outputs in enumerate(self._unroll(batch.tokens, states, count)):
+        for step, outputs in enumerate(self.network.unroll(batch.tokens, states, count)):
             begins = (batch.remaining >= step).nonzero()[:, 0]
             labels = columns[begins + step]
             begins, labels = begins[labels >= 0], labels[labels >= 0]
             found = outputs[batch.rows[begins], batch.columns[begins] - 1]
-            own, right = cross_entropy(found, self._lm_head_of(step), labels)
+            own, right = cross_entropy(found, self.network.lm_head_of(step), labels)
             loss = loss + own * (weights[step] / sum(weights) / positions)
             if not step:
                 first, agreed = float(own.detach()), float(right.sum())
@@ -229,9 +227,11 @@ class HeadTrainee:
         columns = self._column_of[batch.labels]
         begins = torch.arange(len(columns), device=self._device)
         found = []
-        for step, outputs in enumerate(self._unroll(batch.tokens, states, count)):
+        for step, outputs in enumerate(self.network.unroll(batch.tokens, states, count)):
             begins = begins[batch.remaining[begins] >= step]
-            choices = first_choices(outputs[batch.rows[begins], batch.columns[begins] - 1], self._lm_head_of(step))
+            choices = first_choices(
+                outputs[batch.rows[begins], batch.columns[begins] - 1], self.network.lm_head_of(step)
+            )
             begins = begins[choices == columns[begins + step]]
             matched = torch.zeros(len(columns), dtype=torch.bool, device=self._device)
             matched[begins] = True

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from actors.drafters.heads.mlp_speculator import EPS
 from actors.learning.eagle_network import tokens_after
+from actors.learning.head_trainee import HeadNetwork
 
 
-class MedusaNetwork(nn.Module):
+class MedusaNetwork(HeadNetwork):
     """Medusa heads. Heads may share blocks and LM heads."""
 
     def __init__(self, blocks: Sequence[Sequence[nn.Linear]], lm_heads: Sequence[nn.Parameter]) -> None:
@@ -35,7 +36,7 @@ class MedusaNetwork(nn.Module):
         return weight
 
 
-class MlpSpeculatorNetwork(nn.Module):
+class MlpSpeculatorNetwork(HeadNetwork):
     """MLPSpeculator. Steps may share weights."""
 
     def __init__(

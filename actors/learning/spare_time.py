@@ -13,10 +13,10 @@ LONGEST_REST_S = 30.0
 
 
 class SpareTime:
-    """Lengthens the rests between passes while passes wait for a core.
+    """Lengthens the pauses between passes while passes wait for a core.
 
-    Each contended pass doubles the rest, up to `LONGEST_REST_S`; an uncontended pass ends resting. Passes that take
-    0.3 s thus use one percent of a busy core.
+    Each contended pass doubles the pause, up to `LONGEST_REST_S`; an uncontended pass resets it to zero. Passes that
+    take 0.3 s thus use one percent of a busy core.
     """
 
     def __init__(

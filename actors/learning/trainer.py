@@ -65,7 +65,7 @@ class Draft:
     target: str  # fingerprint of the target
     draft_tokens: int
     device: torch.device = CPU  # used for training
-    head: HeadLearning | None = None  # if the draft is a head
+    head: HeadLearning | None = None  # None: the draft is a model
 
 
 @value
@@ -333,7 +333,7 @@ class Trainer:
 
     @contextmanager
     def _loader(self, store: ExampleStore, selection: _Selection) -> Iterator[Load]:
-        """Yields the loader of drafts that are trained on these examples, with their states if the draft is a head."""
+        """Yields the loader of drafts for these examples. A head's loader also reads their hidden states."""
         head = self._draft.head
         if head is None:
             yield DraftTrainee

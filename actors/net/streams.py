@@ -276,7 +276,7 @@ class Link:
             await asyncio.sleep(RECONNECT_S[min(failures, len(RECONNECT_S) - 1)])
 
     def _note(self, error: Exception) -> None:
-        """Logs a break; logs a repeated refusal as an error only once."""
+        """Logs a lost connection, and repeated refusals as an error only the first time."""
         if not isinstance(error, grpc.aio.AioRpcError):
             log.info("stream to %s broke: %s", self.address, error)
         elif error.code() in REFUSING:

@@ -8,9 +8,9 @@ events and messages. A router ranks replicas by its own records:
   shortest prefill for the next one;
 * `Locality` prefers drafters on the target's node or in its zone.
 
-Cached tokens and proximity are expressed as a number of extra sessions that a preferred replica may have. Routers need
-not agree, because a wrong record costs only a prefill. Page hashes are keyed, so clients cannot construct colliding
-prompts. Each hash also covers all earlier pages.
+Cached tokens and proximity count as extra sessions that a preferred replica may hold. Routers need not agree, because a
+wrong record costs only a prefill. Page hashes are keyed, so clients cannot construct colliding prompts. Each hash also
+covers all earlier pages.
 """
 
 import logging

@@ -167,7 +167,7 @@ class CircuitBreakers:
     def collapsed(self, address: str, now: float) -> bool:
         """Records a collapse in a session that was already resynchronized.
 
-        Returns True if the drafter is given up now.
+        Returns True if this call gives up the drafter.
         """
         opens = self._breakers[address].collapsed(now)
         self.opened[address, "bad"] += opens

@@ -62,7 +62,7 @@ class PacingPolicy(Protocol):
 
 
 class Adaptive:
-    """Requests drafts, and waits for them, where the expected gain exceeds the value of the time."""
+    """Requests and awaits drafts only if their expected gain exceeds the cost of the time."""
 
     def decide(
         self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool

@@ -315,7 +315,7 @@ class StepCost:
 
     @property
     def non_speculative_cost(self) -> ForwardCost | None:
-        """Current cost of steps of one token per row while no drafter runs, including the time between steps.
+        """Current cost of a step with one token per row and no running drafter, with the time to the next step.
 
         None until such a step has been compared with speculative steps.
         """

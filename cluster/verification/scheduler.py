@@ -262,7 +262,7 @@ class TargetReporter:
         )
 
     def _backlog_s(self, unread: list[TargetSequence]) -> float:
-        """Returns the duration of full steps to feed the prompts of these sessions, in seconds."""
+        """Returns the time to prefill these sessions' prompts in full steps, in seconds."""
         tokens = sum(session.prefix.length - session.cache.length for session in unread)
         step_tokens = self._limits.max_step_tokens
         return tokens / step_tokens * self._controller.load.step.drafts_s(1, step_tokens)

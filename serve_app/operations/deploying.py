@@ -113,7 +113,7 @@ def _messages(name: str) -> dict[str, str]:
 
 
 def _apply(applications: list[ServeApplicationSchema]) -> None:
-    """Passes all applications to Serve, which ends every declared application missing from them."""
+    """Passes all applications to Serve at once, because Serve deletes declared applications that a call omits."""
     capacity = serve_details().get("target_capacity")
     _get_global_client().deploy_apps(ServeDeploySchema(applications=applications, target_capacity=capacity))
 

@@ -1,8 +1,8 @@
 """Mirrors a process's metric families in Ray's metrics: copies the value of each sample every few seconds.
 
-Ray allows no colon in names, so `vllm:x` becomes `vllm_x`, and adds the prefix `ray_`. Ray's histograms would record
-every observation on the hot path. Prometheus' client is cheaper; the mirror copies its buckets, sums and counts as
-gauges, which work in the same queries.
+Ray allows no colons in names and adds the prefix `ray_`, so `vllm:x` becomes `ray_vllm_x`. Ray's histograms would
+record every observation on the hot path. Prometheus' client is cheaper; the mirror copies its buckets, sums and counts
+as gauges, which work in the same queries.
 """
 
 import time

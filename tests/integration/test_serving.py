@@ -291,7 +291,7 @@ def test_replicas_report_their_costs(served: Served) -> None:
 
 
 def test_replica_counters_are_exported(served: Served) -> None:
-    """The test reads `slipstream status`, and each node's metrics port like Prometheus."""
+    """The test reads `slipstream status` and scrapes each node's metrics port, as Prometheus does."""
     assert ask(served, PROMPTS[0])
     rows = replicas_table(served.inspect("Target"), served.inspect("Drafter")).columns
     shown = dict(zip(rows[0].cells, rows[1].cells, strict=True))

@@ -38,7 +38,7 @@ def disturbed(model: NextLogits, by: NextLogits) -> NextLogits:
 
 
 class HistoryRunner:
-    """Runner of such a model over pages that store tokens instead of keys and values."""
+    """Runs a `NextLogits` model on cache pages that store tokens instead of keys and values."""
 
     def __init__(self, model: NextLogits, vocabulary: int) -> None:
         self.vocabulary = vocabulary

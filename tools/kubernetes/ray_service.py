@@ -201,8 +201,8 @@ def template(main: Json, pods: PodOptions, volumes: Sequence[Json], **more: Any)
 RAY_VERSION = "2.60.0"  # Ray's version in the image
 HTTP_PORT = 8000  # port of Serve's proxy, used by KubeRay's probes
 WORKER_PORTS = {"serve": HTTP_PORT, "metrics": 8080}
-# A router's pod receives clients while Serve's proxy is healthy, i.e. its node is not draining (as in KubeRay's own
-# probe), and the router is ready. A busy machine may miss a probe. Clients wait while no target is available.
+# A router's pod receives traffic while the router is ready and Serve's proxy is healthy. As in KubeRay's own probe, the
+# proxy of a draining node is unhealthy. A busy machine may miss a probe. Clients wait while no target is available.
 READINESS = {
     "exec": {
         "command": [

@@ -57,7 +57,7 @@ class FormulaCheck:
     simulated_tokens: float
     gain: float  # gain by formula, with 0.1 target steps per draft token
     simulated_gain: float
-    break_even_s: float  # drafting pass that cancels the gain, by formula, in seconds
+    break_even_s: float  # duration of a drafting pass that cancels the gain, by formula
     gain_there: float  # simulated gain with that drafting pass; expected to be 1
 
     @property

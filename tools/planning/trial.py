@@ -171,7 +171,7 @@ class Limits:
     candidate: CandidateFleet  # simulated in lock step
     at_once: int  # concurrent sessions per target
     acceptance: float | None  # lowest acceptance with a gain; None if none suffices
-    draft_s: float  # drafting pass that cancels the gain, in seconds; 0 if verification alone does
+    draft_s: float  # duration of a drafting pass that cancels the gain; 0 if verification alone cancels it
 
 
 def lock_step_candidate(best: CandidateFleet, inputs: PlanInput) -> CandidateFleet:
@@ -205,7 +205,7 @@ def least_acceptance(inputs: PlanInput, candidate: CandidateFleet, plain: Candid
 
 
 def longest_draft_s(inputs: PlanInput, candidate: CandidateFleet, plain: CandidateResult, sessions: int) -> float:
-    """Returns the drafting pass that cancels the gain, in seconds; 0 if verification alone cancels it."""
+    """Returns the duration of a drafting pass that cancels the gain, in seconds; 0 if verification alone cancels it."""
 
     def saved(seconds: float) -> float:
         draft = DraftCost(forward=ForwardCost.linear(0.0), per_pass_s=seconds)

@@ -19,7 +19,13 @@ from actors.compute.linear import Product
 from actors.drafters.heads.files import folder_to_borrow_from, head_folder
 from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_positions
 from actors.drafters.heads.rope import TargetShape, target_shape
-from actors.drafters.model.sampling import MAX_BRANCH_TOKENS, Calibration, DraftingLimits, DraftSampler
+from actors.drafters.model.sampling import (
+    MAX_BRANCH_TOKENS,
+    Calibration,
+    DraftingLimits,
+    DraftSampler,
+    check_finite,
+)
 from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
@@ -324,7 +330,6 @@ def _check_replaces(folder: Path, head: LastStateHead, used: LastStateHead, stat
         )
     for depth in range(head.config.width):
         output = head.predict_next(states, [int(head.token_ids[0])], depth)
-        if not bool(torch.isfinite(output.logits.amax(dim=-1)).all()):
-            raise ModelError(f"the head in {folder} computes NaN or infinite logits; train it again")
+        check_finite(output.logits, folder)
         assert output.hidden is not None, "the head returned no states"
         states = output.hidden

@@ -89,10 +89,9 @@ class TakesRows(DraftingMethod, Protocol):
 
 
 class DecodedStates:
-    """Adapts a `TakesRows` method to `ReadsStates`, whose rows are encoded.
+    """Decodes received hidden states for a `TakesRows` method, which thereby implements `ReadsStates`.
 
-
-    `recorder` gets the encoded rows too.
+    `recorder` also receives the encoded states.
     """
 
     def __init__(self, method: TakesRows, layout: StatesFormat, recorder: RecordsStates | None = None) -> None:

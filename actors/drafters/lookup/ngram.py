@@ -1,5 +1,4 @@
-"""N-gram drafts: propose the tokens after earlier occurrences of the text's suffix (prompt lookup decoding, Saxena
-2023).
+"""Proposes the tokens that followed earlier occurrences of the text's suffix (prompt lookup decoding, Saxena 2023).
 
 They need no model and no GPU. A chain continues the latest occurrence of the longest suffix (`look_up`). Its tokens are
 point masses: under rejection sampling, each is accepted with its target probability. A tree contains the likeliest

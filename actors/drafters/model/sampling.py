@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import PendingPositions, TextPosition
 from cluster.drafting.requests import SessionText
 from cluster.drafting.trees import Choices
+from cluster.errors import ModelError
 from protos.frozen import value
 from protos.messages import Sampling
 
@@ -46,6 +48,12 @@ MIN_OTHERS_PROBABILITY = 1e-4  # lower bound of the other tokens' total probabil
 # the first two weights are multiplied by the temperature: errors in logits matter more at low temperatures.
 GREEDY_WEIGHTS = (1.05, 0.0, -1.0, 0.75)
 SAMPLED_WEIGHTS = (0.95, 0.8, 2.0, 0.75)
+
+
+def check_finite(logits: Tensor, folder: Path) -> None:
+    """Raises ModelError if the draft in a folder computed a row without a finite maximum, (rows, columns)."""
+    if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
+        raise ModelError(f"{folder} computes NaN or infinite logits; train it again")
 
 
 @value

@@ -115,7 +115,7 @@ def deployment_parts(service: Json) -> dict[str, Json]:
 
 
 def slipstream_config(service: Json) -> SlipstreamConfig:
-    """Returns the application's configuration including the parts of single deployments."""
+    """Returns the application's configuration, with the settings of individual deployments."""
     (application,) = serve_config(service)["applications"]
     told = deployment_parts(service)
     config = validated(application["args"])

@@ -164,7 +164,7 @@ class OutputNorm(Enum):
     """Outputs with the norm after the last layer."""
 
     NOTHING = "nothing"
-    LOGITS = "logits"  # recycled states are unnormed
+    LOGITS = "logits"  # recycled states are not normalized
     BOTH = "logits and recycled states"  # key norm_output: EAGLE 3.1
 
 

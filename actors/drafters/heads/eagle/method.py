@@ -21,7 +21,7 @@ from actors.drafters.heads.weight_reader import borrowed_tensors
 from actors.drafters.model.draft_cache import DraftCache, FedStates
 from actors.drafters.model.draft_model import DraftModel, DraftWeights
 from actors.drafters.model.forwards import ONE_AT_A_TIME, MaskTokens
-from actors.drafters.model.sampling import Calibration, DraftingLimits
+from actors.drafters.model.sampling import Calibration, DraftingLimits, check_finite
 from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.memory import page_count
@@ -100,16 +100,13 @@ def check_replaces(files: HeadFiles, used: HeadFiles) -> None:
             )
 
 
-def _checked(head: EagleHead, page_size: int) -> EagleHead:
-    """Feeds a few tokens to a head. Raises ModelError if it computes NaN or infinite logits."""
+def _check_logits(head: EagleHead, folder: Path, page_size: int) -> None:
+    """Feeds a few tokens to the head in a folder. Raises ModelError if it computes NaN or infinite logits."""
     tokens = tuple(head.token_ids[:PROBE_TOKENS].tolist())
     pages = -(-PROBE_TOKENS // page_size)
     states = torch.ones(len(tokens), head.config.hidden, dtype=head.dtype, device=head.device)
     row = InputRow(tokens, 0, len(tokens), tuple(range(pages)), states=states)
-    logits = EagleRunner(head, pages, page_size, SdpaGather()).forward([row]).logits
-    if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
-        raise ModelError("the head computes NaN or infinite logits; train it again")
-    return head
+    check_finite(EagleRunner(head, pages, page_size, SdpaGather()).forward([row]).logits, folder)
 
 
 def deployed(
@@ -166,7 +163,8 @@ def eagle_draft_model(
 
     def load_weights(folder: Path) -> DraftWeights:
         assert load is not None, "it is passed on only if there is one"
-        other = _checked(load(folder), page_size)
+        other = load(folder)
+        _check_logits(other, folder, page_size)
         return DraftWeights(runner.with_head(other), other.token_ids, masks)
 
     return DraftModel(

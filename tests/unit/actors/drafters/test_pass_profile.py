@@ -65,7 +65,7 @@ def test_a_method_that_reads_the_targets_states_is_profiled_with_some():
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_forwards_and_further_tokens_are_measured_separately(width):
-    """Blocks have the requested length even with unlikely tokens, and no session remains."""
+    """Blocks reach the requested length even if their tokens are improbable. No session stays open."""
     method = Noting(width)
     cost = profile_drafting(method, DrafterLimits(VOCABULARY, 100, max_sessions=4))
     assert all(len(set(lengths)) == 1 for lengths in method.passes)

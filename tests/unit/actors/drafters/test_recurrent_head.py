@@ -225,7 +225,7 @@ def test_with_rejection_sampling_no_prediction_is_replaced():
 
 
 def test_the_head_predicts_blocks_for_all_outcomes_before_the_model_does(alone):
-    """Blocks start after an outcome's last token before any forward pass has read it."""
+    """A block may start from an outcome's last token that no forward pass has processed yet."""
     runner = SpyRunner()
     want = a_want((1, 2))
     guesses = propose(with_head(runner), [ahead(want, 1)])

@@ -105,7 +105,7 @@ def test_heads_that_share_the_target_s_lm_head_do_not_train_it(tmp_path: Path) -
         return {f"blocks.{head}.layers.0.weight": tensors[f"{head}.0.linear.weight"] for head in range(2)}
 
     head = loader("medusa")(altered(tmp_path, "medusa", change, original_lm_head=True))
-    trained = {name for name, each in head.network.named_parameters() if each.requires_grad}  # type: ignore[attr-defined]
+    trained = {name for name, each in head.network.named_parameters() if each.requires_grad}
     assert {head.names[name] for name in trained} == {"blocks.0.layers.0.weight", "blocks.1.layers.0.weight"}
     assert head.network.lm_head_of(0) is head.network.lm_head_of(1)
 

@@ -17,7 +17,7 @@ class Machine:
         self.now += seconds
 
     def run(self, passes: int, share: float) -> None:
-        """Runs passes that get this share of the core."""
+        """Runs passes, each with this share of the core's time."""
         for _ in range(passes):
             self.spare_time.pause()
             self.cpu_s += 0.1

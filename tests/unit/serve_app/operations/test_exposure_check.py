@@ -1,4 +1,4 @@
-"""A reachable address requires API keys, or an explicit setting without keys."""
+"""A reachable address requires API keys, or a setting that explicitly allows access without keys."""
 
 import pytest
 

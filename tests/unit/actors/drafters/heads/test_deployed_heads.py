@@ -291,7 +291,7 @@ def test_every_product_of_a_deployed_head_is_in_8_bits(monkeypatch: pytest.Monke
 @needs_8_bits
 @pytest.mark.parametrize(("name", "load"), [("medusa", load_medusa), ("mlp_speculator", load_mlp_speculator)])
 def test_logits_are_nearly_the_same_in_8_bits(name: str, load: Any) -> None:
-    """Weights and rows each have an error of 1/127, over sums of 32 products."""
+    """Weights and rows each add a rounding error of up to 1/127 to sums of 32 products."""
     states = case("medusa")["features"]
     plain, rounded = (
         load(checkpoint(name), TARGET, torch.float32, CPU, ALL_TOKENS, *product).predict_next(states, [3] * 12, 0)
