@@ -13,7 +13,8 @@ SILENT_STEPS = 3  # consecutive missed steps after which a target stops waiting;
 PROBE_STEPS = 32  # steps until the first probe; doubles after each, so a dead drafter costs little
 MAX_MISSES = 8  # consecutive missed blocks before a router moves sessions
 MAX_COLLAPSES = 3  # consecutive collapsed sessions before a drafter is given up
-FIRST_PAUSE_S = 1.0  # pause before a router retries a drafter; doubles after each failed retry
+FULL_PAUSE_S = 0.5  # pause after a full drafter refused a session; its other sessions may end at any time
+FIRST_PAUSE_S = 1.0  # pause before a router retries a silent or bad drafter; doubles after each failed retry
 MAX_PAUSE_S = 30.0
 SILENT_S = 2.0  # silence after which a drafter is given up if it has drafted for the session
 FIRST_BLOCK_S = 10.0  # the same limit while the drafter may still be prefilling the session's prompt
@@ -22,10 +23,11 @@ FIRST_BLOCK_S = 10.0  # the same limit while the drafter may still be prefilling
 class CircuitBreaker:
     """A router's circuit breaker for one drafter.
 
-    A closed breaker lets sessions through. The breaker opens when the drafter is silent for too long, reports overload,
-    or has several collapsed sessions. After a pause it is half-open and passes one session as a probe: a block closes
-    the breaker, silence reopens it for longer. After silence, any block closes the breaker. After collapses, only a
-    session that ends with good acceptance closes it, because a bad drafter keeps sending blocks.
+    A closed breaker lets sessions through. The breaker opens when the drafter is silent for too long, refuses a session
+    because it is full, or has several collapsed sessions. After a pause it is half-open and passes one session as a
+    probe: a block closes the breaker, silence reopens it for longer. After silence, any block closes the breaker. After
+    collapses, only a session that ends with good acceptance closes it, because a bad drafter keeps sending blocks. A
+    full drafter is healthy: its pauses stay short, and each passes one more session.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,7 @@ class CircuitBreaker:
         self._open_until: float | None = None  # end of the pause, when the breaker becomes half-open; None: closed
         self._was_silent = False  # True if the breaker opened because of silence
         self._was_bad = False
+        self._was_full = False
         self._probe: str | None = None  # probe session in the half-open state
         self._probe_until = 0.0
         self._misses = 0  # number of misses since the last block in time
@@ -49,7 +52,7 @@ class CircuitBreaker:
         """Records an assignment; in the half-open state, the session becomes the probe."""
         if self._open_until is not None:
             self._probe = session
-            self._probe_until = now + FIRST_BLOCK_S
+            self._probe_until = now + (FULL_PAUSE_S if self._was_full else FIRST_BLOCK_S)
 
     def answered(self, session: str) -> None:
         """Records a block or NoDraft that arrived in time."""
@@ -87,22 +90,31 @@ class CircuitBreaker:
             self._close()
 
     def refused(self, now: float) -> None:
-        """Opens the breaker after the drafter reported overload."""
-        self._open(now)
+        """Opens the breaker after the drafter refused a session because it is full."""
+        self._misses = 0
+        if self._open_until is None or self._was_full:
+            self._open_until = now + FULL_PAUSE_S
+            self._probe = None
+            self._was_full = True
+        else:
+            self._open(now)
 
     def _close(self) -> None:
         self._open_until = None
         self._probe = None
         self._was_silent = False
         self._was_bad = False
+        self._was_full = False
         self._pause_s = max(FIRST_PAUSE_S, self._pause_s / 2)
 
     def _open(self, now: float) -> None:
         """Opens the breaker and starts a pause."""
         self._misses = 0
-        if self._open_until is None or now >= self._open_until:  # events during a pause do not extend it
+        # Events during a pause do not extend it.
+        if self._open_until is None or self._was_full or now >= self._open_until:
             self._open_until = now + self._pause_s
             self._probe = None
+            self._was_full = False
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
 

@@ -42,6 +42,32 @@ def test_a_drafter_whose_blocks_are_all_overtaken_gives_up_a_session_and_accepts
     """)
 
 
+def in_time(drafter: Drafter, sessions: dict[str, str], rounds: int, late: int) -> None:
+    """Drafts for the sessions' texts; of every 10 rounds, the blocks of `late` rounds come too late."""
+    for round_ in range(rounds):
+        answer = "missed" if round_ % 10 < late else "given"
+        for session, text in [request.split()[:2] for request in drafter.do("draft")]:
+            if session not in sessions:
+                continue  # lists a closed session
+            drafter.do(f"block {session} {text} :5")
+            assert not drafter.do(f"t1: Step {session} {sessions[session]} +1 answer={answer}")
+            sessions[session] += ",1"
+
+
+def test_a_drafter_that_gave_up_a_session_accepts_one_again_once_few_blocks_are_late():
+    drafter = opened("a", "b", "c")
+    refusal, _ = overtaken(drafter, "a", "b", "c")
+    given_up = refusal.split()[3]
+    kept = [session for session in "abc" if session != given_up]
+    for session in kept:
+        drafter.do(f"router#1: Close {session}")
+    for session in ("d", "e"):
+        drafter.do(f"router#1: Open {session} 1,2 max_len=90")
+    assert drafter.do(f"router#1: Open {given_up} 1,2")[0].startswith("router#1 <- Refusal")
+    in_time(drafter, dict.fromkeys(("d", "e"), "1,2"), ENOUGH_ROUNDS, late=2)
+    assert drafter.do(f"router#1: Open {given_up} 1,2") == [f"t1 <- Attach {given_up} 1,2"]
+
+
 def test_a_session_without_requested_drafts_is_not_given_up_for_others():
     """A session without requests takes no drafting time."""
     drafter = opened("resting", "b", "c")

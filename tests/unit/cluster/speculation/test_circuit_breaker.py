@@ -109,19 +109,47 @@ def test_after_the_pause_one_probe_passes_and_its_block_closes_the_breaker():
 
 def test_an_unanswered_probe_is_followed_by_another():
     breaker = CircuitBreaker()
-    breaker.refused(0.0)
+    collapses_until_open(breaker, 0.0)
     now = end_of_pause(breaker, 0.0)
     breaker.placed("probe", now)
     assert end_of_pause(breaker, now) > now + 1
 
 
-def test_the_pause_doubles_up_to_a_limit_and_refusals_of_one_moment_count_once():
+def test_a_full_drafter_gets_one_more_session_after_each_short_pause():
+    """Its sessions end at any time, and while targets request no blocks, no answer shows that it has room."""
+    breaker = CircuitBreaker()
+    now = 0.0
+    for session in range(12):
+        breaker.refused(now)
+        breaker.refused(now)  # a second session of the same moment
+        assert not breaker.takes(now)
+        now = end_of_pause(breaker, now)
+        breaker.placed(f"refused {session}", now)
+        assert not breaker.takes(now)
+    began = now
+    for session in range(4):
+        now = end_of_pause(breaker, now)
+        breaker.placed(f"accepted, without an answer {session}", now)
+        assert not breaker.takes(now)
+    assert now <= began + 4
+
+
+def test_a_full_drafter_that_falls_silent_gets_no_sessions_for_longer():
+    full = CircuitBreaker()
+    full.refused(SILENCE_S)
+    silent = CircuitBreaker()
+    silent.refused(0.0)
+    assert misses(silent, 0.0, SILENCE_S)
+    assert end_of_pause(silent, SILENCE_S) > end_of_pause(full, SILENCE_S)
+
+
+def test_the_pause_doubles_up_to_a_limit_and_events_of_one_moment_count_once():
     breaker = CircuitBreaker()
     now = 0.0
     pauses = []
     for _ in range(12):
-        breaker.refused(now)
-        breaker.refused(now + 0.01)
+        collapses_until_open(breaker, now)
+        collapses_until_open(breaker, now + 0.01)
         began, now = now, end_of_pause(breaker, now)
         pauses.append(now - began)
     assert all(later == min(2 * earlier, pauses[-1]) for earlier, later in pairwise(pauses))
