@@ -143,9 +143,9 @@ class Drafter:
             self._tracer.marked(kind, names)
         self._wanted.clear()
         make = partial(make_pass, self._method, drafting, self._wanted.is_set, early)
-        self._progress.works(self._expected_s(drafting), self._working_clock())
+        self._progress.begin_task(self._expected_s(drafting), self._working_clock())
         proposals = await loop.run_in_executor(self._thread, make)
-        self._progress.rests()
+        self._progress.end_task()
         if names:
             self.timeline.record("drafted", *names)
         took_s = self._clock() - began
@@ -153,7 +153,7 @@ class Drafter:
             self.pass_s["ahead" if drafting.lookahead else "asked"] += took_s
         if drafting.requests:
             longest = max((len(proposal.tokens) for proposal in proposals), default=0)
-            self._reporter.pass_made(len(names), longest, took_s)
+            self._reporter.record_pass(len(names), longest, took_s)
             if not all(proposal.is_at_once for proposal in proposals):
                 self.timing = self.timing.after(names, longest, took_s)
         return proposals

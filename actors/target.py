@@ -234,7 +234,7 @@ class TargetReplica:
         return max(cost.drafts_s(rows, tokens), cost.prompts_s(rows, tokens)) or None
 
     async def _compute(self, work: Awaitable[Computed], expected_s: float | None) -> Computed:
-        limit_s = self._progress.works(expected_s, self._clock())
+        limit_s = self._progress.begin_task(expected_s, self._clock())
         task = asyncio.ensure_future(work)
         try:
             if await done_within(limit_s, task):
@@ -246,7 +246,7 @@ class TargetReplica:
             raise
         finally:
             task.cancel()
-            self._progress.rests()
+            self._progress.end_task()
 
     async def _wait_until(self, due: float | None) -> None:
         self._changed.clear()

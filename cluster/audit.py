@@ -256,7 +256,7 @@ class Audits:
         if self._running is not None or now < self._not_before:
             return []
         for replay in self._waiting:
-            if target := targets.spare(replay.served_by):
+            if target := targets.idle_replica(replay.served_by):
                 self._waiting.remove(replay)
                 self._running = replay
                 self._target = target
@@ -284,7 +284,7 @@ class Audits:
         if isinstance(message, Refusal) and message.attempt == replay.attempt:
             if message.reason is RefusalReason.OVERLOADED:
                 self._not_before = now + REFUSED_PAUSE_S
-                self._put_back(replay)
+                self._requeue(replay)
             else:
                 self._give_up(replay, "failed")
         return []
@@ -299,7 +299,7 @@ class Audits:
             return
         replay.failures += 1
         if replay.failures <= MAX_REOPENS:
-            self._put_back(replay)
+            self._requeue(replay)
         else:
             self._give_up(replay, "failed")
 
@@ -332,7 +332,7 @@ class Audits:
         else:
             self.counts["near_tie" if replay.near_ties else "equal"] += 1
 
-    def _put_back(self, replay: Replay) -> None:
+    def _requeue(self, replay: Replay) -> None:
         """Returns an audit to the head of the queue."""
         self._running = None
         self._waiting.appendleft(replay)

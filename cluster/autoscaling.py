@@ -90,9 +90,9 @@ class StabilizationWindow:
         """Returns a new history in which the present size was needed until now."""
         return cls({}, dict.fromkeys(range(1, present + 1), now))
 
-    def after(self, wished: int, now: float) -> "StabilizationWindow":
+    def after(self, desired: int, now: float) -> "StabilizationWindow":
         """Returns the history extended by the latest need."""
-        levels = range(1, wished + 1)
+        levels = range(1, desired + 1)
         return StabilizationWindow(
             {level: self.since.get(level, now) for level in levels}, {**self.last, **dict.fromkeys(levels, now)}
         )
@@ -176,10 +176,12 @@ def draft_need(
     work = min(
         sessions_needed, shared / DEFAULT_UTILISATION * (sessions_needed / drafted if drafted else 1.0)
     )  # at most one drafter per session
-    felt = f"{late:.0%} of the blocks late, {waiting:.0%} of a target's time waiting"
+    delays = f"{late:.0%} of the blocks late, {waiting:.0%} of a target's time waiting"
     if max(late, waiting) <= MAX_LOST_SHARE:
         work = min(work, present)  # the drafters keep up; add none
-    return _largest(sessions, Need(work, f"drafters busy with more than one session for {shared:.2f} of them, {felt}"))
+    return _largest(
+        sessions, Need(work, f"drafters busy with more than one session for {shared:.2f} of them, {delays}")
+    )
 
 
 def coupled_need(targets: int | None, per_target: float) -> Need | None:
@@ -232,7 +234,7 @@ class Pool:
     size: int
     least: int
     most: int
-    wishes: StabilizationWindow | None = None  # history of needs; None: none yet
+    stabilization: StabilizationWindow | None = None  # history of needs; None: none yet
 
 
 @dataclass(frozen=True)
@@ -240,9 +242,9 @@ class PoolDecision:
     """The chosen size of a pool, and the reason."""
 
     size: int  # size to apply now
-    wished: int  # size to apply once the need has persisted
+    desired: int  # size to apply once the need has persisted
     why: str
-    wishes: StabilizationWindow = field(default_factory=StabilizationWindow)
+    stabilization: StabilizationWindow = field(default_factory=StabilizationWindow)
 
 
 def decide_targets(pool: Pool, reports: Sequence[TargetReport], scaling: TargetScaling, now: float) -> PoolDecision:
@@ -275,10 +277,10 @@ def stay(pool: Pool, now: float) -> PoolDecision:
 def _decide(pool: Pool, need: Need | None, now: float, up_delay_s: float, down_delay_s: float) -> PoolDecision:
     """Decides a pool's size. Keeps the size without reports, because missing reports must not shrink the pool."""
     need = need or Need(pool.size, "no target replica has reported")
-    wished = min(max(need.size(pool.size), pool.least), pool.most)
-    wishes = (pool.wishes or StabilizationWindow.at_start(pool.size, now)).after(wished, now)
-    size = wishes.size(pool.size, now, up_delay_s, down_delay_s)
-    return PoolDecision(min(max(size, pool.least), pool.most), wished, need.why, wishes)
+    desired = min(max(need.size(pool.size), pool.least), pool.most)
+    stabilization = (pool.stabilization or StabilizationWindow.at_start(pool.size, now)).after(desired, now)
+    size = stabilization.size(pool.size, now, up_delay_s, down_delay_s)
+    return PoolDecision(min(max(size, pool.least), pool.most), desired, need.why, stabilization)
 
 
 Settings = Mapping[str, Mapping[str, float | None]]  # settings by pool and name
@@ -353,7 +355,7 @@ class PoolsPolicy:
             key, one = pools[DRAFT]
             decided[key] = _drafters(one, reported_settings(DraftScaling, DRAFT, metrics), targets, target_size)
         sizes = {key: decision.size for key, decision in decided.items()}
-        return sizes, {key: {"wishes": decision.wishes} for key, decision in decided.items()}
+        return sizes, {key: {"stabilization": decision.stabilization} for key, decision in decided.items()}
 
 
 class PoolAlone:
@@ -379,9 +381,9 @@ def _drafters(
 
 
 def _pool(observed: Observed) -> Pool:
-    wishes: StabilizationWindow | None = observed.policy_state.get("wishes")
+    stabilization: StabilizationWindow | None = observed.policy_state.get("stabilization")
     least = observed.capacity_adjusted_min_replicas
-    return Pool(observed.target_num_replicas, least, observed.capacity_adjusted_max_replicas, wishes)
+    return Pool(observed.target_num_replicas, least, observed.capacity_adjusted_max_replicas, stabilization)
 
 
 __all__ = ["PoolAlone", "PoolsPolicy"]

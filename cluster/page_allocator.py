@@ -381,7 +381,7 @@ class EnginePages:
         self._fed: Mapping[str, Any] = MappingProxyType({})
         self._computed: Mapping[str, int] = MappingProxyType({})
 
-    def step_made(
+    def record_step(
         self, fed: Mapping[str, Any], held_pages: int, computed: Mapping[str, int] = MappingProxyType({})
     ) -> None:
         """Records the latest step: fed rows by session, held pages after the step, and computed tokens by session."""

@@ -26,7 +26,7 @@ class TimeoutPolicy:
         return min(self.max_s, max(self.min_s, self.factor * expected_s))
 
 
-class _Work(NamedTuple):
+class _Task(NamedTuple):
     began_s: float
     limit_s: float
 
@@ -36,21 +36,21 @@ class Watchdog:
 
     def __init__(self, patience: TimeoutPolicy) -> None:
         self._patience = patience
-        self._work: _Work | None = None  # replaced atomically, because other threads read it
+        self._task: _Task | None = None  # replaced atomically, because other threads read it
 
-    def works(self, expected_s: float | None, now: float) -> float:
+    def begin_task(self, expected_s: float | None, now: float) -> float:
         """Records the start of a task; returns its time limit in seconds."""
         limit_s = self._patience.limit_s(expected_s)
-        self._work = _Work(now, limit_s)
+        self._task = _Task(now, limit_s)
         return limit_s
 
-    def rests(self) -> None:
+    def end_task(self) -> None:
         """Records the end of the task."""
-        self._work = None
+        self._task = None
 
     def stuck_s(self, now: float) -> float | None:
         """Returns the duration of the current task in seconds if it exceeds the limit; None otherwise."""
-        work = self._work
-        if work is None or now - work.began_s <= work.limit_s:
+        task = self._task
+        if task is None or now - task.began_s <= task.limit_s:
             return None
-        return now - work.began_s
+        return now - task.began_s

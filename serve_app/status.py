@@ -69,13 +69,13 @@ def pools_table(targets: Inspected, drafters: Inspected, bounds: Bounds) -> Tabl
     follows = DraftScaling(**settings[DRAFT])
     own = [DraftReport(**one["report"]) for one in drafters]
     pool = Pool(len(drafters), *bounds["Drafter"])
-    drafts = decide_drafters(pool, own, follows, reports, decision.wished, 0.0)
+    drafts = decide_drafters(pool, own, follows, reports, decision.desired, 0.0)
     _add(result, "drafters", bounds["Drafter"], drafters, drafts)
     return result
 
 
 def _add(pools: Table, name: str, bounds: tuple[int, int], replicas: Inspected, decision: PoolDecision) -> None:
-    pools.add_row(name, str(len(replicas)), f"{bounds[0]} to {bounds[1]}", str(decision.wished), decision.why)
+    pools.add_row(name, str(len(replicas)), f"{bounds[0]} to {bounds[1]}", str(decision.desired), decision.why)
 
 
 REMEDIES = ("resynced", "replaced", "non_speculative", "given up")

@@ -21,7 +21,7 @@ from actors.grammars import GrammarCompiler
 from actors.sampling.acceptance import DrawAddress, PendingBlock, decide
 from actors.sampling.logits_processors import MAKERS, Maker, ProcessorChain, chain_of
 from actors.sampling.scoring import decided_scores, margin, score
-from cluster.verification.step import Outcome, Row, StateRead, StepPlan, riding
+from cluster.verification.step import Outcome, Row, StateRead, StepPlan, with_states_of_rows
 from protos.messages import Open, TokenScore
 
 
@@ -150,7 +150,7 @@ class StepExecutor:
                     prompt_scores=prompt_scores,
                 )
             )
-        return riding(rows, outcomes, self._runner.read_states)
+        return with_states_of_rows(rows, outcomes, self._runner.read_states)
 
     def _margin(self, row: Row, block: PendingBlock, logits: Tensor) -> float | None:
         """Returns the margin against an audit's rival token; None without an audit."""

@@ -46,16 +46,16 @@ class CertificateFiles:
         """Reads the first set. Raises ConfigError if files are missing or invalid, or do not match."""
         self._folder = folder
         self._current = self._read()
-        self._unfit: str | None = None  # error of the latest set; None if it is valid
+        self._latest_error: str | None = None  # error of the latest set; None if it is valid
 
     def current(self) -> CertificateSet:
         """Reloads the folder and returns the latest valid set; never raises ConfigError."""
         try:
             self._current = self._read()
-            self._unfit = None
+            self._latest_error = None
         except ConfigError as error:
-            if str(error) != self._unfit:
-                self._unfit = str(error)
+            if str(error) != self._latest_error:
+                self._latest_error = str(error)
                 log.error("new certificates are unusable, so the previous ones stay in use; fix the files: %s", error)
         return self._current
 

@@ -26,7 +26,7 @@ from actors.vllm_engine.coupled_sampler import ExtraResults, extra_args
 from cluster.config import SlipstreamConfig
 from cluster.errors import EngineError, ModelError
 from cluster.page_allocator import EnginePages
-from cluster.verification.step import Outcome, StateRead, StepPlan, riding
+from cluster.verification.step import Outcome, StateRead, StepPlan, with_states_of_rows
 from protos.messages import Open
 
 
@@ -123,9 +123,9 @@ class VllmCore:
         _, computed = self._core.step()
         self._core.post_step(computed)
         fed = self._scheduler.fed
-        self.memory.step_made(fed, self._scheduler.held_pages, self._computed())
+        self.memory.record_step(fed, self._scheduler.held_pages, self._computed())
         rows = [fed[outcome.session] for outcome in self._scheduler.outcomes]
-        outcomes = riding(rows, self._scheduler.outcomes, self._states_at)
+        outcomes = with_states_of_rows(rows, self._scheduler.outcomes, self._states_at)
         return self._with_extra_results(outcomes)
 
     def read(self, read: StateRead) -> bytes:

@@ -44,7 +44,9 @@ class BlockDraft:
     chance: float = 1.0  # estimated probability of `outcome`
     state: Any = None  # private to the method: state at the position before the block
     unverified: tuple[int, ...] | None = None  # root only: tokens under verification
-    tells_all: bool = False  # root only: True if alternatives to its tokens are known only after reading the root
+    needs_read_for_choices: bool = (
+        False  # root only: True if alternatives to its tokens are known only after reading the root
+    )
     main: "BlockDraft | None" = None  # root off the main path: root of the main path
     stem: tuple[int, ...] = ()  # branch only: preceding tokens; the last one is off the main path
     branches: list["BlockDraft"] = field(default_factory=list)
@@ -112,7 +114,7 @@ class BlockDraft:
         """True if no more tokens can be added."""
         return self.is_cut or len(self.drafted) == self.max_tokens
 
-    def is_further(self, offset: int) -> bool:
+    def is_consecutive_prediction(self, offset: int) -> bool:
         """Returns True if no forward pass separates the token `offset` positions ahead from a predicted token before
         it.
         """
@@ -138,8 +140,8 @@ class BlockDraft:
         """
         if self.sends_probs:
             return self.chance
-        stands = self.drafted[self.settled - 1].p_accepted if self.settled else 1.0
-        return self.chance * stands * (REPREDICTION_VALUE if self.is_complete else 1.0)
+        settled_probability = self.drafted[self.settled - 1].p_accepted if self.settled else 1.0
+        return self.chance * settled_probability * (REPREDICTION_VALUE if self.is_complete else 1.0)
 
     @property
     def position(self) -> int:

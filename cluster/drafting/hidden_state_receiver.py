@@ -63,23 +63,25 @@ class HiddenStateReceiver:
         self._early.pop(session, None)
         self._asked.pop(session, None)
 
-    def no_room(self, more: int = 0, instead_of: str = "") -> str:
+    def capacity_error(self, more: int = 0, replacing: str = "") -> str:
         """Returns an error message if another text of `more` tokens would exceed `max_states`, else "".
 
-        States of the session `instead_of`, which the new text replaces, do not count.
+        States of the session `replacing`, which the new text replaces, do not count.
         """
         max_states = self._bounds.max_states
         if max_states is None or self._layout is None:
             return ""
-        kept_tokens = sum([self._kept(session) for name, session in self._sessions.items() if name != instead_of])
-        if kept_tokens + self._of(more) <= max_states:
+        stored_tokens = sum(
+            [self._stored_states(session) for name, session in self._sessions.items() if name != replacing]
+        )
+        if stored_tokens + self._states_of_tokens(more) <= max_states:
             return ""
-        return f"hidden states of {kept_tokens} tokens are kept; the limit is {max_states}"
+        return f"hidden states of {stored_tokens} tokens are kept; the limit is {max_states}"
 
-    def _kept(self, session: DraftSequence) -> int:
-        return self._of((session.states_len or 0) - session.states_first)
+    def _stored_states(self, session: DraftSequence) -> int:
+        return self._states_of_tokens((session.states_len or 0) - session.states_first)
 
-    def _of(self, tokens: int) -> int:
+    def _states_of_tokens(self, tokens: int) -> int:
         """Returns the number of states kept for a text of `tokens` tokens."""
         window = self._bounds.window
         return tokens if window is None else min(window, tokens)

@@ -217,7 +217,7 @@ class LookaheadSearch(Generic[D]):
         """Returns the roots, plus blocks for rejections if the alternatives to the block's tokens are already known."""
         roots = self._method.roots(request)
         root = roots[0]
-        if root.tells_all:
+        if root.needs_read_for_choices:
             return roots
         outcomes = rejections(request.unverified, root.choices)
         return [*roots, *self._branch_out(root, outcomes)]
@@ -274,5 +274,5 @@ def _outcomes(root: BlockDraft) -> list[Outcome]:
     if root.main is not None:
         choices = root.main.choices[: len(block)]
         return continuations(block, accepted_chance(block, choices), after) if len(choices) == len(block) else []
-    rejected = rejections(root.lookahead.unverified, there) if root.tells_all else []
+    rejected = rejections(root.lookahead.unverified, there) if root.needs_read_for_choices else []
     return rejected + continuations(block, accepted_chance(block, there), after)

@@ -73,7 +73,7 @@ class Proposal:
         return self.tree.tokens
 
 
-def nothing_ahead(requests: Sequence[LookaheadRequest]) -> list[Proposal]:
+def empty_proposals(requests: Sequence[LookaheadRequest]) -> list[Proposal]:
     """Returns empty proposals for the requests that need an answer although the method has no block.
 
     If the target's step has no block, an empty proposal keeps the target from counting the drafter as silent. A step
@@ -83,10 +83,10 @@ def nothing_ahead(requests: Sequence[LookaheadRequest]) -> list[Proposal]:
     return [Proposal(each.session, each.base_len, each.prefix_hash, NO_TREE) for each in waiting]
 
 
-def with_empty(proposals: list[Proposal], requests: Sequence[LookaheadRequest]) -> list[Proposal]:
-    """Appends the `nothing_ahead` proposals of sessions without a proposal."""
+def with_empty_proposals(proposals: list[Proposal], requests: Sequence[LookaheadRequest]) -> list[Proposal]:
+    """Appends empty proposals for the sessions that need an answer but have no proposal."""
     served = {proposal.session for proposal in proposals}
-    return proposals + nothing_ahead([request for request in requests if request.session not in served])
+    return proposals + empty_proposals([request for request in requests if request.session not in served])
 
 
 def max_draft_tokens(request: Open, length: int) -> int:

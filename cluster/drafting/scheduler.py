@@ -51,7 +51,7 @@ class DraftScheduler:
 
         Refuses an Open for another router's session or with an unknown target.
         """
-        if isinstance(message, Open) and self._is_anothers(peer, message.session):
+        if isinstance(message, Open) and self._is_owned_by_another(peer, message.session):
             self.refusals.note(peer, "an Open of another router's session", message.session)
             return [(peer, not_permitted(message))]
         if isinstance(message, Open) and not self._is_known(message.target_address):
@@ -172,7 +172,7 @@ class DraftScheduler:
 
     # ------------------------------------------------------------ helpers
 
-    def _is_anothers(self, router: str, session: str) -> bool:
+    def _is_owned_by_another(self, router: str, session: str) -> bool:
         sequence = self.sessions.all.get(session)
         return sequence is not None and sequence.router != router
 
@@ -257,7 +257,7 @@ class DraftReporter:
         self._growth = CounterDeltas()
         self._shared_s = 0.0
 
-    def pass_made(self, sessions: int, tokens: int, seconds: float) -> None:
+    def record_pass(self, sessions: int, tokens: int, seconds: float) -> None:
         """Records a requested pass for `sessions` sessions; `tokens` is the length of the longest block.
 
         Counts only the time in excess of a single-session pass, because more drafters could save no more than that.

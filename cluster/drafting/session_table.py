@@ -134,7 +134,7 @@ class SessionTable:
         self._states = HiddenStateReceiver(limits.states, limits.state_bounds, self.all, self.updates, counts)
         self._capacity = Capacity(limits.max_sessions)
         self._step_intervals: dict[str, StepIntervalEstimate] = {}  # estimates by target
-        self._resting: set[str] = set()  # targets whose latest request was for 0 tokens
+        self._paused_targets: set[str] = set()  # targets whose latest request was for 0 tokens
 
     # ------------------------------------------------------------ messages from peers
 
@@ -167,7 +167,7 @@ class SessionTable:
         Drops the sessions of a lost router. Sessions of a lost target wait until the target returns or their router
         moves them.
         """
-        self._resting.discard(peer)
+        self._paused_targets.discard(peer)
         for name, session in list(self.all.items()):
             if session.router == peer:
                 self._forget(name)
@@ -206,7 +206,7 @@ class SessionTable:
             self.updates.close(request.session)  # the method's copy may be wrong
         session = DraftSequence(request, router, Prefix(request.hash_key, request.tokens))
         self._states.opened(session)
-        if request.target_address in self._resting:
+        if request.target_address in self._paused_targets:
             # Do not draft until the target answers the Attach, because prefilling the prompt may be wasted work.
             session.requested_tokens = 0
         self.all[request.session] = session
@@ -294,7 +294,7 @@ class SessionTable:
         session = self._session_at(target, request)
         if session is not None and session.address == (request.base_len, request.prefix_hash):
             session.take(request, drafts_ahead=self._draft_ahead)
-            (self._resting.discard if session.requested_tokens else self._resting.add)(target)
+            (self._paused_targets.discard if session.requested_tokens else self._paused_targets.add)(target)
             if session.lacks_states and session.lacks_block:  # the target must not wait for its own missing states
                 return [(target, NoDraft(request.session, request.base_len, request.prefix_hash))]
         return []
@@ -310,7 +310,7 @@ class SessionTable:
     def _keep_states(self, session: DraftSequence, arrived: list[States], acks: bool) -> list[Send]:
         """Stores hidden states and requests missing ones; gives the session up if they exceed the limit."""
         gaps = [states for states in arrived if self._states.receive(session, states)]
-        if why := self._states.no_room():
+        if why := self._states.capacity_error():
             return self._give_up(session, why)
         if gaps:
             return [self._attach(session)]
@@ -354,9 +354,11 @@ class SessionTable:
         """
         self._counts["blocks_late" if late else "blocks_in_time"] += 1
         excess = self._capacity.note(late, len(self.all))
-        drafted_for = [session for session in self.all.values() if session.requested_tokens] if excess else []
+        sessions_with_requests = (
+            [session for session in self.all.values() if session.requested_tokens] if excess else []
+        )
         why = "most blocks are late; this drafter has too many sessions"
-        return [send for session in drafted_for[:excess] for send in self._give_up(session, why)]
+        return [send for session in sessions_with_requests[:excess] for send in self._give_up(session, why)]
 
     # ------------------------------------------------------------ helpers
 
@@ -392,7 +394,7 @@ class SessionTable:
         elif len(self.all) >= self._capacity.sessions and request.session not in self.all:
             reason = RefusalReason.OVERLOADED
             why = f"this drafter is full with {len(self.all)} sessions"
-        elif why := self._states.no_room(len(request.tokens), request.session):
+        elif why := self._states.capacity_error(len(request.tokens), request.session):
             reason = RefusalReason.OVERLOADED
         return Refusal(request.session, request.attempt, reason, why) if why else None
 

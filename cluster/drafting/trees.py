@@ -153,11 +153,11 @@ def grow_branches(after: Callable[[TokenPath], Choices], most: int, least_chance
     """
     choices: dict[TokenPath, Choices] = {}
 
-    def noted(path: TokenPath) -> Choices:
+    def expand(path: TokenPath) -> Choices:
         choices[path] = after(path)
         return choices[path]
 
-    chances = {(): 1.0, **dict(grown_paths(noted, most, least_chance))}
+    chances = {(): 1.0, **dict(grown_paths(expand, most, least_chance))}
     return [
         Branch(path, chances[path], tuple(there.tokens[:1]), (there,))
         for path, there in choices.items()
@@ -196,7 +196,7 @@ def merged(one: Proposal, other: Proposal, most: int, least_chance: float) -> Pr
     assert (one.base_len, one.prefix_hash) == (other.base_len, other.prefix_hash), "prefixes differ"
     if not (one.tokens and other.tokens):
         return one if one.tokens else other
-    paths = likeliest_of(combined(_given(one), _given(other)), most, least_chance)
+    paths = likeliest_of(combined(_probabilities_by_path(one), _probabilities_by_path(other)), most, least_chance)
     tree = tree_of(paths)
     judged = next((each for each in (one, other) if each.confidence is not None), other)
     return replace(
@@ -225,7 +225,7 @@ def combined(one: Mapping[TokenPath, float], other: Mapping[TokenPath, float]) -
     return reached
 
 
-def _given(proposal: Proposal) -> dict[TokenPath, float]:
+def _probabilities_by_path(proposal: Proposal) -> dict[TokenPath, float]:
     """Returns the conditional probability of each path's last token."""
     assert len(proposal.chances) == len(proposal.tokens), "the proposal has no probabilities"
     tree = proposal.tree

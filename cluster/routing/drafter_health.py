@@ -43,11 +43,11 @@ class Complaint:
     collapse: Collapse
 
 
-def next_remedy(collapse: Collapse, was_replaced: bool, has_other: bool) -> RecoveryStep:
-    """Returns the next recovery step of a session; `has_other` is True if another drafter accepts sessions."""
+def next_recovery_step(collapse: Collapse, was_replaced: bool, has_alternative: bool) -> RecoveryStep:
+    """Returns the next recovery step of a session; `has_alternative` is True if another drafter accepts sessions."""
     if not collapse.is_resynced:
         return RecoveryStep.RESYNCED
-    return RecoveryStep.REPLACED if has_other and not was_replaced else RecoveryStep.NON_SPECULATIVE
+    return RecoveryStep.REPLACED if has_alternative and not was_replaced else RecoveryStep.NON_SPECULATIVE
 
 
 class RecoveryLog:
@@ -56,9 +56,9 @@ class RecoveryLog:
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, RecoveryStep]] = Counter()
 
-    def record(self, complaint: Complaint, remedy: RecoveryStep) -> None:
+    def record(self, complaint: Complaint, recovery: RecoveryStep) -> None:
         """Records a recovery step of one session."""
-        self.counts[complaint.drafter, remedy] += 1
+        self.counts[complaint.drafter, recovery] += 1
         collapse = complaint.collapse
         log.warning(
             "session %s: drafter %s: target accepts tokens of %.0f %% of its blocks, usually %.0f %%; %s",
@@ -66,7 +66,7 @@ class RecoveryLog:
             complaint.drafter,
             100 * collapse.latest,
             100 * collapse.usual,
-            STEP_MEANING[remedy],
+            STEP_MEANING[recovery],
         )
 
     def by_step(self) -> dict[tuple[str, str], int]:
@@ -90,10 +90,10 @@ class DrafterWatch:
         self._breakers = breakers
         self._answered: dict[str, Session] = {}  # sessions with answers since the latest tick
         self._complaints: list[Complaint] = []  # complaints since the latest tick
-        self._complained_of: dict[str, str] = {}  # latest drafter with a complaint, by session
+        self._reported_drafters: dict[str, str] = {}  # latest drafter with a complaint, by session
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """True if there are unprocessed answers or complaints."""
         return bool(self._answered or self._complaints)
 
@@ -102,18 +102,18 @@ class DrafterWatch:
         if verdict.answer is not DraftAnswer.NOT_ASKED:
             self._answered[verdict.session] = session
         if verdict.collapse is not None and verdict.attempt == session.attempt and session.drafter is not None:
-            self._complained_of[verdict.session] = session.drafter
+            self._reported_drafters[verdict.session] = session.drafter
             self._complaints.append(Complaint(verdict.session, session.drafter, verdict.collapse))
 
     def ended(self, session: Session, drafter: str) -> None:
         """Records the normal end of a session; `drafter` is its last drafter."""
-        complained_of = self._complained_of.get(session.generation.session)
-        if drafter != complained_of and session.counts.accepted >= GOOD_SESSION_TOKENS:
+        reported = self._reported_drafters.get(session.generation.session)
+        if drafter != reported and session.counts.accepted >= GOOD_SESSION_TOKENS:
             self._breakers.ended_well(drafter)
 
     def forget(self, session: str) -> None:
         self._answered.pop(session, None)
-        self._complained_of.pop(session, None)
+        self._reported_drafters.pop(session, None)
 
     def take_complaints(self) -> list[Complaint]:
         """Returns and clears the complaints."""
@@ -121,7 +121,7 @@ class DrafterWatch:
         self._complaints = []
         return complaints
 
-    def silent(self, now: float) -> Iterator[str]:
+    def pop_silent(self, now: float) -> Iterator[str]:
         """Yields drafters that are now given up as silent. Move each drafter's sessions before requesting the next."""
         answered = list(self._answered.items())
         self._answered = {}

@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 from cluster.envelope import Send
 from cluster.errors import CapacityError, SlipstreamError, TargetLostError
 from cluster.page_allocator import page_hash
-from cluster.routing.drafter_health import Complaint, DrafterWatch, RecoveryLog, RecoveryStep, next_remedy
+from cluster.routing.drafter_health import Complaint, DrafterWatch, RecoveryLog, RecoveryStep, next_recovery_step
 from cluster.routing.ledger import Command, Ended, Event, Phase, Session, ToDrafter, ToTarget
 from cluster.routing.membership import Endpoint
 from cluster.speculation.circuit_breaker import CircuitBreakers
@@ -118,16 +118,16 @@ class Candidate:
 
     address: str
     sessions: int  # number of this router's sessions on the replica
-    turn: int = 0  # tie-breaker among equally loaded candidates
+    tie_breaker: int = 0  # tie-breaker among equally loaded candidates
     worth: float = 0.0  # bonus for the session in question, in sessions
 
     @property
     def rank(self) -> tuple[float, int, str]:
         """Sort key; the candidate with the lowest rank gets the next session."""
-        return self.sessions - self.worth, self.turn, self.address
+        return self.sessions - self.worth, self.tie_breaker, self.address
 
 
-def turn(router: str, address: str) -> int:
+def tie_breaker(router: str, address: str) -> int:
     """Returns a replica's tie-breaker, which differs between routers.
 
     A router knows only its own sessions. With ties broken by address, all routers would assign their first session to
@@ -137,7 +137,7 @@ def turn(router: str, address: str) -> int:
 
 
 def choose(candidates: Iterable[Candidate], avoid: frozenset[str] = frozenset()) -> str | None:
-    """Returns the least loaded candidate, with ties broken by `turn`; candidates in `avoid` are the last resort.
+    """Returns the least loaded candidate, with ties broken by `tie_breaker`; candidates in `avoid` are the last resort.
 
     Returns None if there are no candidates.
     """
@@ -167,7 +167,7 @@ class Peers:
         self.down(address)
         if address in self.leaving:
             return
-        self._up[address] = one = Candidate(address, self._sessions[address], turn(self._router, address))
+        self._up[address] = one = Candidate(address, self._sessions[address], tie_breaker(self._router, address))
         insort(self._ranked, one.rank)
 
     def down(self, address: str) -> None:
@@ -203,21 +203,21 @@ class Peers:
         worth: Mapping[str, float] = NO_WORTH,
     ) -> str | None:
         """Returns the replica with the smallest load minus `worth`, in sessions, among replicas accepted by `takes`."""
-        return choose([*self._contenders(takes, avoid), *self._favoured(takes, worth)], avoid)
+        return choose([*self._ranked_candidates(takes, avoid), *self._preferred_candidates(takes, worth)], avoid)
 
-    def spare(self, avoid: frozenset[str]) -> str | None:
+    def idle_replica(self, avoid: frozenset[str]) -> str | None:
         """Returns a replica without sessions of this router; replicas in `avoid` qualify only if no other replica is
         up.
         """
         others = [one for one in self._up.values() if one.address not in avoid] or list(self._up.values())
         return choose(one for one in others if not one.sessions)
 
-    def _favoured(self, takes: Callable[[str], bool], worth: Mapping[str, float]) -> Iterator[Candidate]:
+    def _preferred_candidates(self, takes: Callable[[str], bool], worth: Mapping[str, float]) -> Iterator[Candidate]:
         for address, sessions in worth.items():
             if address in self._up and takes(address):
                 yield replace(self._up[address], worth=sessions)
 
-    def _contenders(self, takes: Callable[[str], bool], avoid: frozenset[str]) -> Iterator[Candidate]:
+    def _ranked_candidates(self, takes: Callable[[str], bool], avoid: frozenset[str]) -> Iterator[Candidate]:
         """Yields candidates by rank, up to the first outside `avoid`, so that large pools are not scanned."""
         for _, _, address in self._ranked:
             if takes(address):
@@ -288,10 +288,10 @@ class TargetChoice:
         """Records a target's report that it is full."""
         self._full_until[target] = now + FULL_PAUSE_S
 
-    def on_move(self, session: Session, left: str | None) -> None:
+    def on_move(self, session: Session, previous: str | None) -> None:
         """Records a session's move: the new target will cache the prompt; `left` has cached all committed tokens."""
-        if left is not None and left in self._targets:
-            self._prefixes.record(left, self._keys(session, session.tokens))
+        if previous is not None and previous in self._targets:
+            self._prefixes.record(previous, self._keys(session, session.tokens))
         if session.target is not None:
             prompt = self._prompt(session)
             self.routed["prefix" if session.target in self._prefixes.matches(prompt) else "load"] += 1
@@ -387,7 +387,7 @@ class SessionRouter(Generic[F]):
     @property
     def awaits_tick(self) -> bool:
         """True if `tick` has work to do."""
-        return bool(self._waiting) or self._watch.has_news
+        return bool(self._waiting) or self._watch.has_updates
 
     def are_targets_full(self, now: float) -> bool:
         """Returns True if targets exist and all of them have just reported to be full; a new session would wait."""
@@ -421,7 +421,7 @@ class SessionRouter(Generic[F]):
         self._leave_silent(now)
         self._handle_complaints(now)
         for peer in [*self.targets.leaving]:
-            self._move_off(peer, now)
+            self._move_sessions_off(peer, now)
         self._place(list(self._waiting.values()), now)
         for assignment in list(self._waiting.values()):
             waited = now - assignment.seeking_since
@@ -557,40 +557,40 @@ class SessionRouter(Generic[F]):
 
     def _leave_silent(self, now: float) -> None:
         """Processes drafters' answers since the latest tick, and moves sessions off silent drafters."""
-        for drafter in self._watch.silent(now):
+        for drafter in self._watch.pop_silent(now):
             log.warning("drafter %s is silent; its sessions move to other drafters", drafter)
-            self._move_off(drafter, now)
+            self._move_sessions_off(drafter, now)
 
     def _handle_complaints(self, now: float) -> None:
         """Takes the next recovery step for sessions with collapsed acceptance, and gives up bad drafters."""
         for complaint in self._watch.take_complaints():
             assignment = self._assignments.get(complaint.session)
             if assignment is not None and assignment.session.drafter == complaint.drafter:
-                self._remedy(assignment, complaint, now)
+                self._recover(assignment, complaint, now)
 
-    def _remedy(self, assignment: F, complaint: Complaint, now: float) -> None:
-        left = complaint.drafter
-        other = self._choose_drafter(assignment.session, now, avoid=left)
-        remedy = next_remedy(complaint.collapse, assignment.was_replaced, other is not None)
-        self.remedies.record(complaint, remedy)
-        if remedy is RecoveryStep.RESYNCED:
+    def _recover(self, assignment: F, complaint: Complaint, now: float) -> None:
+        drafter = complaint.drafter
+        alternative = self._choose_drafter(assignment.session, now, avoid=drafter)
+        recovery = next_recovery_step(complaint.collapse, assignment.was_replaced, alternative is not None)
+        self.remedies.record(complaint, recovery)
+        if recovery is RecoveryStep.RESYNCED:
             return  # the target has already sent the drafter a Resync
         assignment.was_replaced = True
-        assignment.session.drafts = remedy is not RecoveryStep.NON_SPECULATIVE
+        assignment.session.drafts = recovery is not RecoveryStep.NON_SPECULATIVE
         self._carry_out(assignment, assignment.session.leave_drafter())
-        if other is not None and assignment.session.wants_drafter:
-            self._assign_drafter(assignment, other, now)
-        if self.breakers.collapsed(left, now):
-            self.remedies.given_up(left)
-            self._move_off(left, now)
+        if alternative is not None and assignment.session.wants_drafter:
+            self._assign_drafter(assignment, alternative, now)
+        if self.breakers.collapsed(drafter, now):
+            self.remedies.given_up(drafter)
+            self._move_sessions_off(drafter, now)
 
     def _leaves(self, peer: str, now: float) -> None:
         """Handles a peer's announcement of its shutdown, which does not count as a failure."""
         self.targets.leaves(peer)
         self.drafters.leaves(peer)
-        self._move_off(peer, now)
+        self._move_sessions_off(peer, now)
 
-    def _move_off(self, address: str, now: float) -> None:
+    def _move_sessions_off(self, address: str, now: float) -> None:
         """Moves sessions off a peer that is leaving or was given up; sessions without an alternative stay."""
         is_planned = address in self.targets.leaving
         for assignment in self:

@@ -37,7 +37,7 @@ class DraftingDecision:
 
 
 @value
-class Awaited:
+class ExpectedBlock:
     """A block that the next step could wait for."""
 
     worth: float  # expected gain, in tokens
@@ -48,15 +48,15 @@ class PacingPolicy(Protocol):
     """Interface of policies for a target's draft lengths and waits."""
 
     def decide(
-        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
+        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, allows_trial: bool
     ) -> DraftingDecision:
         """Returns the request for the session's next block, of at most `limit` tokens.
 
-        `may_try` permits a trial, which is a request without an expected gain.
+        `allows_trial` permits a trial, which is a request without an expected gain.
         """
         ...
 
-    def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
+    def hold_for_s(self, expected: Sequence[ExpectedBlock], load: Load) -> float:
         """Returns the maximum wait of a step that could start now, in seconds."""
         ...
 
@@ -65,34 +65,36 @@ class Adaptive:
     """Requests and awaits drafts only if their expected gain exceeds the cost of the time."""
 
     def decide(
-        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
+        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, allows_trial: bool
     ) -> DraftingDecision:
         """Extends the draft while each further token pays; requests no block if the block as a whole does not pay.
 
-        With `may_try`, a session without drafts tries a short block, and a session that does not wait for blocks waits
-        once to measure their delay.
+        With `allows_trial`, a session without drafts tries a short block, and a session that does not wait for blocks
+        waits once to measure their delay.
         """
         if not load.speculates:
             return DraftingDecision()
-        decision = self._paying(stats, replica, limit, load)
-        if decision.hold_step or not may_try:
+        decision = self._best_request(stats, replica, limit, load)
+        if decision.hold_step or not allows_trial:
             return decision
         if decision.tokens:
             return DraftingDecision(decision.tokens, decision.worth, decision.least_chance, True, is_trial=True)
-        if not stats.is_left_off:
+        if not stats.is_disabled:
             return decision  # drafting stops just now; too early for a trial
         tokens = min(TRIAL_TOKENS, limit)
-        hopes = [chance + bonus for chance, bonus, _ in stats.chances.outlook(replica.chances, tokens)]
-        return DraftingDecision(tokens, sum(hopes), hold_step=True, is_trial=True)
+        optimistic_gains = [
+            chance + bonus for chance, bonus, _ in stats.chances.expectations_of(replica.chances, tokens)
+        ]
+        return DraftingDecision(tokens, sum(optimistic_gains), hold_step=True, is_trial=True)
 
-    def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
+    def hold_for_s(self, expected: Sequence[ExpectedBlock], load: Load) -> float:
         """Returns the longest wait whose cost does not exceed the gain from the awaited blocks.
 
         The awaited blocks are the earliest ones, up to the number with the largest net gain. If they are late, the wait
         costs at most their expected gain.
         """
         best = worth = total = 0.0
-        for block in sorted(awaited, key=lambda block: block.in_s):
+        for block in sorted(expected, key=lambda block: block.in_s):
             total += block.worth
             gain = total - load.rate * max(0.0, block.in_s)
             if gain > best:
@@ -100,41 +102,41 @@ class Adaptive:
                 worth = total
         return worth / load.rate if load.rate else 0.0  # the value of time is unknown before the first step
 
-    def _paying(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> DraftingDecision:
+    def _best_request(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> DraftingDecision:
         """Returns the most valuable request: an awaited block, or a block used only if it arrives in time.
 
         Each token gains its acceptance probability and costs its share of the step. Sessions that wait at the same time
         share the cost.
         """
         draft_token_s = replica.delay.slope
-        second = load.rate * (RESUME_RATIO if stats.is_left_off else 1.0)  # value of a second, in tokens
-        waiting = second / max(1.0, load.sessions * (1 - stats.hits))
-        least_chance = min(1.0, second * load.token_s[0])
-        tokens = waited_for = 0
-        worth = waited_worth = 0.0
+        token_value_per_s = load.rate * (RESUME_RATIO if stats.is_disabled else 1.0)  # value of a second, in tokens
+        waiting = token_value_per_s / max(1.0, load.sessions * (1 - stats.hits))
+        least_chance = min(1.0, token_value_per_s * load.token_s[0])
+        tokens = awaited_tokens = 0
+        worth = awaited_worth = 0.0
         gain = -waiting * replica.delay.base
         for (p_accepted, exploration_bonus, p_drafted), token_s in zip(
-            stats.chances.outlook(replica.chances, limit), load.token_s, strict=False
+            stats.chances.expectations_of(replica.chances, limit), load.token_s, strict=False
         ):
-            brings = p_accepted + exploration_bonus - second * p_drafted * token_s
-            if brings <= 0:
+            gain_of_token = p_accepted + exploration_bonus - token_value_per_s * p_drafted * token_s
+            if gain_of_token <= 0:
                 break
             wait = waiting * p_drafted * draft_token_s
-            if waited_for == tokens and brings > wait:
-                waited_for = waited_for + 1
-                waited_worth = waited_worth + brings
-                gain = gain + brings - wait
+            if awaited_tokens == tokens and gain_of_token > wait:
+                awaited_tokens = awaited_tokens + 1
+                awaited_worth = awaited_worth + gain_of_token
+                gain = gain + gain_of_token - wait
             tokens = tokens + 1
-            worth = worth + brings
+            worth = worth + gain_of_token
         if gain > 0:
-            return self._awaited(waited_for, waited_worth, least_chance, stats, load)
+            return self._request_with_wait(awaited_tokens, awaited_worth, least_chance, stats, load)
         return (
             DraftingDecision(tokens, worth, least_chance)
             if stats.hits * worth > MIN_LOOKAHEAD_GAIN
             else DraftingDecision()
         )
 
-    def _awaited(
+    def _request_with_wait(
         self, tokens: int, worth: float, least_chance: float, stats: SessionStats, load: Load
     ) -> DraftingDecision:
         """Returns a request with a wait. Each round without a block halves the expected gain, so a dead drafter costs
@@ -159,13 +161,13 @@ class ReferenceLoop:
     patience: float = 2.0
 
     def decide(
-        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, may_try: bool
+        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, allows_trial: bool
     ) -> DraftingDecision:
-        is_there = stats.missed_rounds == 0
-        return DraftingDecision(limit, float(is_there), hold_step=True, skip_for_s=self.patience * is_there)
+        is_responsive = stats.missed_rounds == 0
+        return DraftingDecision(limit, float(is_responsive), hold_step=True, skip_for_s=self.patience * is_responsive)
 
-    def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
-        return self.patience if any(block.worth for block in awaited) else 0.0
+    def hold_for_s(self, expected: Sequence[ExpectedBlock], load: Load) -> float:
+        return self.patience if any(block.worth for block in expected) else 0.0
 
 
 TRIAL_SHARE = 0.01  # approximate share of time for losing trials, and for non-speculative steps where speculation wins
@@ -186,10 +188,10 @@ def octave(count: int) -> int:
 class _AtLoad:
     """Measured speculation gain at one load, and its schedule of non-speculative steps."""
 
-    brought: Pairs = Pairs()  # (seconds with speculation, seconds without) for the same tokens
+    speedup: Pairs = Pairs()  # (seconds with speculation, seconds without) for the same tokens
     steps: int = 0  # speculative steps since the latest look
     looks: int = 0  # number of looks
-    off_for: int = 0  # remaining non-speculative steps
+    pause_left: int = 0  # remaining non-speculative steps
     pause: int = 0  # length of the latest pause, in steps; 0: no recent loss
 
     @property
@@ -200,22 +202,22 @@ class _AtLoad:
         The margin shrinks as the memory fills. With a fixed margin, a loss of 4 % (about the standard error of 50
         steps) persisted for a third of 600 steps.
         """
-        errors = (1 if self.pause else 2) * max(MIN_ERROR_SHARE, 1 - GAIN_MEMORY * self.brought.weight)
-        return self.brought.ratio + errors * self.brought.ratio_error
+        errors = (1 if self.pause else 2) * max(MIN_ERROR_SHARE, 1 - GAIN_MEMORY * self.speedup.weight)
+        return self.speedup.ratio + errors * self.speedup.ratio_error
 
     @property
     def is_losing(self) -> bool:
-        return self.looks >= MIN_LOOKS and self.brought.weight >= MIN_LOSS_STEPS and self.best_gain < 1.0
+        return self.looks >= MIN_LOOKS and self.speedup.weight >= MIN_LOSS_STEPS and self.best_gain < 1.0
 
     @property
-    def looks_after(self) -> float:
+    def next_look_after(self) -> float:
         """Number of speculative steps before the next look, so that looks cost about `TRIAL_SHARE` of the time.
 
         A look forgoes the gain of speculation. Looks are therefore frequent at a gain near 1, and immediate at an
         apparent loss. The first looks come sooner, because the first steps are not typical.
         """
-        spared = min(float(LOOK_STEPS) ** min(self.looks, 3), 1 / TRIAL_SHARE)
-        return max(LOOK_STEPS, LOOK_STEPS * (self.best_gain - 1) * spared)
+        factor = min(float(LOOK_STEPS) ** min(self.looks, 3), 1 / TRIAL_SHARE)
+        return max(LOOK_STEPS, LOOK_STEPS * (self.best_gain - 1) * factor)
 
     @property
     def next_pause(self) -> int:
@@ -224,12 +226,12 @@ class _AtLoad:
         The pause at least doubles after each further loss. A trial costs several percent more than its steps show,
         because drafters must first read the tokens that they missed.
         """
-        lost = self.brought.weight * (1 - self.brought.ratio)  # in non-speculative steps
+        lost = self.speedup.weight * (1 - self.speedup.ratio)  # in non-speculative steps
         return int(min(max(lost / TRIAL_SHARE, 2 * self.pause, LOOK_STEPS), MAX_PAUSE_STEPS))
 
-    def rest(self, steps: int) -> None:
+    def start_pause(self, steps: int) -> None:
         """Schedules `steps` non-speculative steps, which also measure their current cost."""
-        self.off_for = steps
+        self.pause_left = steps
         self.steps = 0
         self.looks += 1
 
@@ -246,14 +248,14 @@ class KillSwitch:
 
     def is_on(self, sessions: int) -> bool:
         """Returns True if speculation is on at this load."""
-        return self._at(sessions).off_for == 0
+        return self._at(sessions).pause_left == 0
 
     def gain(self, sessions: int) -> float:
         """Returns the ratio of speculative to non-speculative throughput; 1 while unknown."""
-        return self._at(sessions).brought.ratio
+        return self._at(sessions).speedup.ratio
 
     @property
-    def may_try(self) -> bool:
+    def allows_trial(self) -> bool:
         """True if the budget permits a trial."""
         return self._owed <= 0
 
@@ -267,24 +269,24 @@ class KillSwitch:
     def non_speculative_step(self, sessions: int) -> None:
         """Records a step without drafts in which drafts were allowed."""
         at = self._at(sessions)
-        at.off_for = max(0, at.off_for - 1)
+        at.pause_left = max(0, at.pause_left - 1)
 
     def step(self, sessions: int, non_speculative_s: float, seconds: float) -> None:
         """Records a speculative step of `seconds`; its tokens would take `non_speculative_s` without speculation."""
         at = self._at(sessions)
         at.steps += 1
         if at.looks:
-            at.brought = at.brought.after(seconds, non_speculative_s, GAIN_MEMORY)
+            at.speedup = at.speedup.after(seconds, non_speculative_s, GAIN_MEMORY)
         if at.is_losing:
             at.pause = at.next_pause
-            at.brought = Pairs()
-            at.rest(at.pause)
-        elif at.steps >= at.looks_after:
+            at.speedup = Pairs()
+            at.start_pause(at.pause)
+        elif at.steps >= at.next_look_after:
             if at.looks < MIN_LOOKS:
-                at.brought = Pairs()
-            if at.brought.weight >= MIN_LOSS_STEPS:
+                at.speedup = Pairs()
+            if at.speedup.weight >= MIN_LOSS_STEPS:
                 at.pause //= 2  # no loss since the latest look
-            at.rest(LOOK_STEPS)
+            at.start_pause(LOOK_STEPS)
 
     def _at(self, sessions: int) -> _AtLoad:
         return self._loads[octave(sessions)]
@@ -319,14 +321,14 @@ class SpeculationController:
         self.blocks_timed = 0  # number of blocks with a measured delay
         self.block_delay_s = 0.0  # total delay of these blocks after their verdicts, in seconds
         self._policy = policy
-        self._gate = KillSwitch()
+        self._kill_switch = KillSwitch()
         self._chances = Chances()  # counts of all sessions' blocks
         # Block delay in seconds over the number of tokens, by octave of the number of sessions.
         self._delays: defaultdict[int, Pairs] = defaultdict(Pairs)
         self._was_drafted_for = False  # True if blocks were requested for the latest step
         self._draft_version = 0  # newest version of a learned draft
 
-    def step_made(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
+    def record_step(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
         """Records a step of `seconds` that committed `committed` tokens of sessions past their prompts.
 
         `took_s` also includes the wait before the step. The step after a speculative step counts as speculative too,
@@ -340,7 +342,7 @@ class SpeculationController:
         elif step.decoding:
             self._decoded_plainly(step, took_s)
         if not step.is_drafted_for and step.is_open_to_drafts:
-            self._gate.non_speculative_step(self.load.sessions)
+            self._kill_switch.non_speculative_step(self.load.sessions)
 
     def draft_attached(self, version: int) -> None:
         """Forgets what earlier drafts gained once a newer version drafts, so that losses of theirs do not delay it."""
@@ -366,17 +368,21 @@ class SpeculationController:
 
     def decide(self, stats: SessionStats, limit: int, sessions: int) -> DraftingDecision:
         """Returns the request for the next block, of at most `limit` tokens, for one of `sessions` sessions."""
-        gain = self._gate.gain(sessions)
-        speculates = self._gate.is_on(sessions)
+        gain = self._kill_switch.gain(sessions)
+        speculates = self._kill_switch.is_on(sessions)
         if (sessions, gain, speculates) != (self.load.sessions, self.load.gain, self.load.speculates):
             self.load = replace(self.load, sessions=sessions, gain=gain, speculates=speculates)
         replica = ReplicaStats(self._chances, self._delays[octave(sessions)])
-        is_left_off = stats.is_left_off
-        is_due = stats.is_on_trial or self._gate.may_try if is_left_off else stats.unawaited >= MAX_UNAWAITED_ROUNDS
+        is_disabled = stats.is_disabled
+        is_due = (
+            stats.is_on_trial or self._kill_switch.allows_trial
+            if is_disabled
+            else stats.rounds_without_wait >= MAX_UNAWAITED_ROUNDS
+        )
         decision = self._policy.decide(stats, replica, limit, self.load, is_due)
         if speculates:
             stats.request_sent(decision.tokens > 0, decision.hold_step, decision.is_trial)
-        self._gate.round(sessions, decision.is_trial and is_left_off)
+        self._kill_switch.round(sessions, decision.is_trial and is_disabled)
         self.chosen[decision.tokens] += 1
         return decision
 
@@ -388,7 +394,7 @@ class SpeculationController:
         cost = load.step
         token_s = cost.non_speculative_s(step.decoding) / step.decoding
         if non_speculative_s := self._non_speculative_s(step):
-            self._gate.step(load.sessions, non_speculative_s + (committed - step.decoding) * token_s, took_s)
+            self._kill_switch.step(load.sessions, non_speculative_s + (committed - step.decoding) * token_s, took_s)
         if not step.prompts:
             self.load = replace(load, step=cost.after_drafts(step.rows, step.tokens, seconds))
 

@@ -123,7 +123,7 @@ class Chances:
             _decayed(self.accepted + new, accepted),
         )
 
-    def outlook(self, others: "Chances", positions: int) -> list[tuple[float, float, float]]:
+    def expectations_of(self, others: "Chances", positions: int) -> list[tuple[float, float, float]]:
         """Returns one triple of expectations for each of the first `positions` nodes of the next block.
 
         A triple contains the cumulative acceptance probability, its standard error (an exploration bonus), and the
@@ -132,14 +132,14 @@ class Chances:
         """
         counts = others.requested, others.drafted, others.accepted, self.requested, self.drafted, self.accepted
         seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, MAX_POSITIONS))
-        outlook = []
+        expectations = []
         for prior, o_requested, o_drafted, o_accepted, requested, drafted, accepted in seen:
             usual = REPLICA_STRENGTH + o_requested
             blocks = SESSION_STRENGTH + requested
             p_accepted = (SESSION_STRENGTH * ((REPLICA_STRENGTH * prior + o_accepted) / usual) + accepted) / blocks
             p_drafted = (SESSION_STRENGTH * ((REPLICA_STRENGTH + o_drafted) / usual) + drafted) / blocks
-            outlook.append((p_accepted, math.sqrt(p_accepted * (1 - p_accepted) / blocks), p_drafted))
-        return outlook
+            expectations.append((p_accepted, math.sqrt(p_accepted * (1 - p_accepted) / blocks), p_drafted))
+        return expectations
 
 
 def _decayed(counts: tuple[float, ...], nodes: Container[int]) -> tuple[float, ...]:
@@ -163,17 +163,17 @@ class SessionStats:
     delay_s: float = 0.0  # decayed mean delay from a verdict to its block, in seconds, without hits
     hits: float = 0.5  # decayed share of verdicts whose next block had already arrived
     missed_rounds: int = 0  # number of rounds since the latest block
-    unawaited: int = 0  # consecutive rounds whose block was not worth a wait
-    is_left_off: bool = False  # True: no blocks are requested because they did not pay
+    rounds_without_wait: int = 0  # consecutive rounds whose block was not worth a wait
+    is_disabled: bool = False  # True: no blocks are requested because they did not pay
     is_on_trial: bool = False  # True: a trial is in progress and may continue
 
     def block_verified(self, requested: int, drafted: int, accepted: Sequence[int]) -> None:
         """Records the accepted nodes of a block with `drafted` of the `requested` nodes."""
         self.chances = self.chances.after(requested, drafted, accepted)
         if accepted:
-            self.is_on_trial = self.is_left_off
+            self.is_on_trial = self.is_disabled
 
-    def nothing_drafted(self, requested: int) -> None:
+    def no_draft_received(self, requested: int) -> None:
         """Records a NoDraft, which counts as a requested block without nodes."""
         self.chances = self.chances.after(requested, 0, ())
 
@@ -199,11 +199,11 @@ class SessionStats:
         accepted tokens.
         """
         if is_sent:
-            self.unawaited = 0 if is_awaited else self.unawaited + 1
+            self.rounds_without_wait = 0 if is_awaited else self.rounds_without_wait + 1
         if not is_trial:
-            self.is_left_off = not is_sent
+            self.is_disabled = not is_sent
             self.is_on_trial = False
-        elif self.is_left_off:
+        elif self.is_disabled:
             self.is_on_trial = not self.is_on_trial
 
 

@@ -60,7 +60,7 @@ class BlockBuffer:
                 self._counts.drop("stale", block)
                 return
             self._counts.wasted_tokens += late.size - block.size
-        if cause := self._unfit(block, request, prefix):
+        if cause := self._rejection_reason(block, request, prefix):
             self._counts.drop(cause, block)
             return
         self._blocks[block.base_len, block.prefix_hash] = block
@@ -68,7 +68,7 @@ class BlockBuffer:
         if _is_for(block, prefix):
             self.ready_since = now
 
-    def move_on(self, prefix: Prefix, accepted: int, now: float) -> bool:
+    def advance_to(self, prefix: Prefix, accepted: int, now: float) -> bool:
         """Advances to the session's new prefix; returns True if its block has already arrived.
 
         Keeps the block for this prefix and the usable rest of a late block. Drops all others, which assumed another
@@ -111,7 +111,7 @@ class BlockBuffer:
             self.ready_since = now
         return ready
 
-    def _unfit(self, block: Block, request: Open, prefix: Prefix) -> str | None:
+    def _rejection_reason(self, block: Block, request: Open, prefix: Prefix) -> str | None:
         # A verdict commits one token after the block. A block without space for that token would need pages beyond
         # max_len.
         beyond_end = block.base_len + block.size >= request.max_len

@@ -29,19 +29,19 @@ class StateRecompute:
     """
 
     def __init__(self, page_size: int) -> None:
-        self.again = 0  # number of tokens recomputed for their states
+        self.recomputed = 0  # number of tokens recomputed for their states
         self.lost = 0  # number of feeds stopped for lack of capacity at the drafter
         self._page_size = page_size
         self._reads: dict[str, StateRead] = {}  # readable states, by session
 
-    def step_made(self, rows: Sequence[tuple[TargetSequence, Row]], decided: Mapping[str, Outcome]) -> None:
+    def record_step(self, rows: Sequence[tuple[TargetSequence, Row]], decided: Mapping[str, Outcome]) -> None:
         """Replaces the readable states with those of this step."""
         self._reads = {}
         for session, row in rows:
             path = decided[row.session].path if row.decide else ()
             positions = [*range(row.start, row.base_len), *[row.base_len + node for node in path]]
-            stand = positions[: session.cache.length - row.start]
-            slots = slots_of(stand, row.pages, self._page_size)
+            committed = positions[: session.cache.length - row.start]
+            slots = slots_of(committed, row.pages, self._page_size)
             self._reads[row.session] = StateRead(row.session, row.start, tuple(slots))
             feed = session.live_feed
             if feed is not None and self.end(row.session, feed.sent) > feed.sent:
@@ -61,8 +61,8 @@ class StateRecompute:
 
         Does nothing if the drafter accepts no later start or all missing states are readable.
         """
-        if feed.begin_by > feed.sent and not self._are_there(session, feed.sent):
-            feed.begin(max(feed.sent, min(feed.begin_by, self._first_there(session))))
+        if feed.begin_by > feed.sent and not self._are_readable(session, feed.sent):
+            feed.begin(max(feed.sent, min(feed.begin_by, self._first_readable(session))))
 
     def rewind(self, sessions: Iterable[TargetSequence]) -> None:
         """Rolls back sessions that must recompute states for their drafters. Call this before planning a step."""
@@ -74,14 +74,14 @@ class StateRecompute:
                 feed.tries = 0  # no states are sent because no blocks are requested
                 continue
             self.begin(session, feed)
-            if not self._are_there(session, feed.sent):
+            if not self._are_readable(session, feed.sent):
                 self._roll_back(session, feed)
 
-    def _are_there(self, session: TargetSequence, first: int) -> bool:
+    def _are_readable(self, session: TargetSequence, first: int) -> bool:
         """Returns True if the states of all cached tokens from position `first` on are readable."""
         return self.end(session.open.session, first) >= session.cache.length
 
-    def _first_there(self, session: TargetSequence) -> int:
+    def _first_readable(self, session: TargetSequence) -> int:
         """Returns the first position from which the states of all cached tokens are readable."""
         read = self._reads.get(session.open.session)
         return session.cache.length if read is None or read.end < session.cache.length else read.first
@@ -91,17 +91,17 @@ class StateRecompute:
             session.feed = None
             self.lost += 1
             return
-        self.again += session.cache.length - feed.sent
+        self.recomputed += session.cache.length - feed.sent
         session.cache.length = feed.sent
 
 
-RIDE_BYTES = 256 << 10  # maximum bytes of earlier states per verdict: 2 ms at 1 Gbit/s
+VERDICT_STATES_BYTES = 256 << 10  # maximum bytes of earlier states per verdict: 2 ms at 1 Gbit/s
 WINDOW_BYTES = 4 << 20  # maximum unacknowledged bytes per drafter: 3 ms at 10 Gbit/s, longer than a round trip
-UNKEPT_WINDOW_BYTES = 64 << 20  # the same limit if pages keep no states
+UNSTORED_WINDOW_BYTES = 64 << 20  # the same limit if pages keep no states
 
 
 @dataclass(frozen=True, slots=True)
-class _Lack:
+class _MissingStates:
     """Readable states that a session's drafter lacks."""
 
     session: TargetSequence
@@ -116,8 +116,8 @@ class _Lack:
 class HiddenStateSender:
     """Sends the hidden states of all sessions to drafters; disabled if `layout` is None.
 
-    `is_kept` is True if pages next to the cache keep the states. `ride_bytes` limits the earlier states sent with a
-    verdict, and `window_bytes` the unacknowledged states per drafter.
+    `is_kept` is True if pages next to the cache keep the states. `verdict_states_bytes` limits the earlier states sent
+    with a verdict, and `window_bytes` the unacknowledged states per drafter.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class HiddenStateSender:
         layout: StatesFormat | None,
         admission: Admission,
         is_kept: bool = True,
-        ride_bytes: int | None = None,
+        verdict_states_bytes: int | None = None,
         window_bytes: int | None = None,
     ) -> None:
         self.rows: Counter[str] = Counter()  # number of rows sent, by channel: `verdict` or `apart`
@@ -133,8 +133,8 @@ class HiddenStateSender:
         self._layout = layout
         self._admission = admission
         self._pages = admission.pages
-        self._ride_bytes = RIDE_BYTES if ride_bytes is None else ride_bytes
-        default = WINDOW_BYTES if is_kept else UNKEPT_WINDOW_BYTES
+        self._verdict_states_bytes = VERDICT_STATES_BYTES if verdict_states_bytes is None else verdict_states_bytes
+        default = WINDOW_BYTES if is_kept else UNSTORED_WINDOW_BYTES
         self._window_bytes = default if window_bytes is None else window_bytes
 
     @property
@@ -143,7 +143,7 @@ class HiddenStateSender:
         row_bytes = self._layout.row_bytes if self._layout is not None else 0
         rows = {way: self.rows[way] for way in ("verdict", "apart")}
         counts = {**rows, **{f"{way}_bytes": count * row_bytes for way, count in rows.items()}}
-        return counts if self.fresh is None else {**counts, "again": self.fresh.again, "lost": self.fresh.lost}
+        return counts if self.fresh is None else {**counts, "again": self.fresh.recomputed, "lost": self.fresh.lost}
 
     # ------------------------------------------------------------ steps
 
@@ -152,11 +152,11 @@ class HiddenStateSender:
         if self.fresh is not None:
             self.fresh.rewind(self._admission.running.values())
 
-    def step_made(self, rows: Sequence[tuple[TargetSequence, Row]], decided: Mapping[str, Outcome]) -> None:
+    def record_step(self, rows: Sequence[tuple[TargetSequence, Row]], decided: Mapping[str, Outcome]) -> None:
         """Makes the step's states readable for sessions that are still open."""
         if self.fresh is not None and rows:
             running = self._admission.running
-            self.fresh.step_made([each for each in rows if running.get(each[1].session) is each[0]], decided)
+            self.fresh.record_step([each for each in rows if running.get(each[1].session) is each[0]], decided)
 
     # ------------------------------------------------------------ messages from drafters
 
@@ -180,28 +180,28 @@ class HiddenStateSender:
 
     # ------------------------------------------------------------ with verdicts
 
-    def to_ride(self, session: TargetSequence, row: Row) -> tuple[int, ...]:
+    def slots_with_verdict(self, session: TargetSequence, row: Row) -> tuple[int, ...]:
         """Returns the slots whose states the row's outcome should contain; empty if there are too many states."""
         feed = session.live_feed
         if self._layout is None or feed is None or session.exchange.is_paused or not row.decide:
             return ()
         unsent_bytes = (row.base_len - feed.sent) * self._layout.row_bytes
-        if not 0 <= unsent_bytes <= self._ride_bytes or (self.fresh is not None and feed.sent < row.start):
+        if not 0 <= unsent_bytes <= self._verdict_states_bytes or (self.fresh is not None and feed.sent < row.start):
             return ()
         return self._slots(session, feed.sent, row.start + len(row.tokens))
 
     def with_states(
-        self, session: TargetSequence, row: Row, outcome: Outcome, news: list[Verdict | DraftRequest]
+        self, session: TargetSequence, row: Row, outcome: Outcome, messages: list[Verdict | DraftRequest]
     ) -> list[Verdict | States | DraftRequest]:
         """Inserts hidden states between a verdict and the next draft request.
 
         Inserts none if the session has ended.
         """
-        if not outcome.states or len(news) < 2:
-            return [*news]
-        return [news[0], *self._riding(session, row, outcome), *news[1:]]
+        if not outcome.states or len(messages) < 2:
+            return [*messages]
+        return [messages[0], *self._states_with_verdict(session, row, outcome), *messages[1:]]
 
-    def _riding(self, session: TargetSequence, row: Row, outcome: Outcome) -> list[States]:
+    def _states_with_verdict(self, session: TargetSequence, row: Row, outcome: Outcome) -> list[States]:
         """Returns the states to send with a verdict.
 
         Returns none while earlier states are in flight on the states stream, because these would overtake them. Also
@@ -211,7 +211,7 @@ class HiddenStateSender:
         if feed is None or not feed.sent == feed.acked == row.states_from:
             return []
         messages = list(self._messages(session, feed.sent, outcome.states))
-        feed.went_out(messages[-1].end)
+        feed.mark_sent(messages[-1].end)
         feed.acked = feed.sent  # a broken verdict stream is detected, so these need no acknowledgement
         self.rows["verdict"] += feed.sent - row.states_from
         return messages
@@ -225,18 +225,18 @@ class HiddenStateSender:
         layout = self._layout
         if layout is None:
             return None
-        on_way = self._rows_on_way()
+        in_flight = self._rows_in_flight()
         window = max(1, self._window_bytes // layout.row_bytes)
-        lacks = [lack for lack in self._lacks() if on_way[lack.feed.drafter] < window]
-        if not lacks:
+        candidates = [missing for missing in self._missing_states() if in_flight[missing.feed.drafter] < window]
+        if not candidates:
             return None
-        lack = min(lacks, key=lambda each: each.rows)
-        first = lack.feed.sent
-        end = min(lack.end, first + layout.rows_in_message)
-        name = lack.session.open.session
+        missing = min(candidates, key=lambda each: each.rows)
+        first = missing.feed.sent
+        end = min(missing.end, first + layout.rows_in_message)
+        name = missing.session.open.session
         if self.fresh is not None:
             return StateRead(name, first, self.fresh.slots(name, first, end))
-        return StateRead(name, first, self._slots(lack.session, first, end))
+        return StateRead(name, first, self._slots(missing.session, first, end))
 
     def sent(self, read: StateRead, rows: bytes) -> list[Send]:
         """Returns the messages for states read from pages, unless the drafter has gone or the session has changed."""
@@ -244,30 +244,30 @@ class HiddenStateSender:
         feed = session.live_feed if session is not None else None
         if session is None or feed is None or feed.sent != read.first or read.end > session.cache.length:
             return []
-        feed.went_out(read.end)
+        feed.mark_sent(read.end)
         self.rows["apart"] += len(read.slots)
         return [(states_stream(feed.drafter), states) for states in self._messages(session, read.first, rows)]
 
     # ------------------------------------------------------------ helpers
 
-    def _lacks(self) -> Iterator[_Lack]:
+    def _missing_states(self) -> Iterator[_MissingStates]:
         for session in self._admission.running.values():
             feed = session.live_feed
             if feed is None or session.exchange.is_paused:
                 continue
             if self.fresh is not None:
                 self.fresh.begin(session, feed)
-            end = self._readable_to(session, feed)
+            end = self._end_of_readable(session, feed)
             if end > feed.sent:
-                yield _Lack(session, feed, end)
+                yield _MissingStates(session, feed, end)
 
-    def _readable_to(self, session: TargetSequence, feed: StateFeed) -> int:
+    def _end_of_readable(self, session: TargetSequence, feed: StateFeed) -> int:
         if self.fresh is not None:
             return self.fresh.end(session.open.session, feed.sent)
         end = self._pages.held(session.open.session, session.cache.length)
         return end if session.cache.displaced_from is None else min(end, session.cache.displaced_from)
 
-    def _rows_on_way(self) -> Counter[str]:
+    def _rows_in_flight(self) -> Counter[str]:
         """Returns the number of unacknowledged rows, by drafter."""
         rows: Counter[str] = Counter()
         for session in self._admission:

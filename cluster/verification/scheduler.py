@@ -25,7 +25,7 @@ from cluster.drafting.requests import max_draft_tokens
 from cluster.envelope import Send, peer_of
 from cluster.page_allocator import OwnPages, PageCopy, SessionMemory, SlotMove
 from cluster.speculation.circuit_breaker import SilentDrafters
-from cluster.speculation.controller import Adaptive, Awaited, PacingPolicy, SpeculationController, StepShape
+from cluster.speculation.controller import Adaptive, ExpectedBlock, PacingPolicy, SpeculationController, StepShape
 from cluster.speculation.estimators import Load
 from cluster.trust import Refusals, not_permitted
 from cluster.verification.admission import Admission
@@ -81,7 +81,7 @@ class StepDeadline:
         Without sessions, its start is infinity.
         """
         dues: dict[str, float] = {}
-        awaited: list[TargetSequence] = []
+        expected: list[TargetSequence] = []
         for name, session in sessions.items():
             drafter = session.awaited_drafter
             if drafter is None:
@@ -93,13 +93,13 @@ class StepDeadline:
                 patience_s = self._probe_s(session, drafter, load) if is_silent else session.exchange.request.skip_for_s
                 dues[name] = session.waiting_since + patience_s
                 if session.exchange.request.hold_step and not is_silent:
-                    awaited.append(session)
+                    expected.append(session)
         first = min(dues.values(), default=math.inf)
-        if not awaited:
+        if not expected:
             return dues, first
         blocks = [
-            Awaited(session.exchange.request.worth, session.waiting_since + session.stats.delay_s - first)
-            for session in awaited
+            ExpectedBlock(session.exchange.request.worth, session.waiting_since + session.stats.delay_s - first)
+            for session in expected
         ]
         return dues, first + self._pacing.hold_for_s(blocks, load)
 
@@ -123,7 +123,7 @@ class VerificationLimits:
     own_draws_only: bool = False  # True if the engine reports only drawn tokens, without probabilities
     states: StatesFormat | None = None  # format of captured hidden states; None: none are captured
     keeps_states: bool = True  # True if the engine keeps hidden states next to the cache
-    ride_bytes: int | None = None  # maximum bytes of hidden states per verdict; None: the default
+    verdict_states_bytes: int | None = None  # maximum bytes of hidden states per verdict; None: the default
     window_bytes: int | None = None  # maximum unacknowledged bytes of hidden states per drafter; None: the default
     max_queued: int = 1024
     buffer: BufferLimits = BufferLimits()  # limits on waiting blocks
@@ -144,7 +144,7 @@ class VerificationLimits:
             return f"max_len is {request.max_len}, expected at most {self.pages * self.page_size}, the cache's size"
         return ""
 
-    def unfit(self, block: Block) -> str | None:
+    def rejection_reason(self, block: Block) -> str | None:
         """Returns the cause if a block is invalid for every session, else None."""
         probs = block.tree.probs
         named = [block.tree.tokens, *(probs.token_ids if probs is not None else ())]
@@ -290,7 +290,7 @@ class VerificationScheduler:
         self.refusals = Refusals(log)
         self.reporter = TargetReporter(limits, self.admission, self.controller)
         self.feeds = HiddenStateSender(
-            limits.states, self.admission, limits.keeps_states, limits.ride_bytes, limits.window_bytes
+            limits.states, self.admission, limits.keeps_states, limits.verdict_states_bytes, limits.window_bytes
         )
         self.is_leaving = False  # True: refuse new sessions
         self._early = OrphanBuffer(limits.buffer, self.counts)  # messages for unopened sessions
@@ -421,7 +421,7 @@ class VerificationScheduler:
 
     def _block(self, drafter: str, block: Block, now: float) -> None:
         """Stores a block until its prefix is decided; drops and counts a block that can never be verified."""
-        if cause := self._limits.unfit(block):
+        if cause := self._limits.rejection_reason(block):
             self.counts.drop(cause, block)
             return
         session = self.admission.find(block.session)
@@ -624,7 +624,9 @@ class VerificationScheduler:
             in_step.add(name)
             self.counts.known_tokens += row.known
             session.join_step(row)
-            self._in_step.append((session, row.in_pages(self._pages.table(name), self.feeds.to_ride(session, row))))
+            self._in_step.append(
+                (session, row.in_pages(self._pages.table(name), self.feeds.slots_with_verdict(session, row)))
+            )
             self.admission.order.move_to_end(name)
         self._step_shape = _shape_of(self._in_step, self.admission.running.values())
         return copies
@@ -638,12 +640,12 @@ class VerificationScheduler:
 
     def _learn(self, decided: Mapping[str, Outcome], seconds: float, now: float) -> None:
         """Updates hidden-state feeds, silent drafters and the speculation controller after a step."""
-        self.feeds.step_made(self._in_step, decided)
+        self.feeds.record_step(self._in_step, decided)
         self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
         if self._in_step:  # a step without rows only opens and closes sessions
             decoded = [decided[row.session] for _, row in self._in_step if not row.feeds_prompt]
             committed = sum(outcome.token_count for outcome in decoded)
-            self.controller.step_made(self._step_shape, committed, seconds, now - self._free_since)
+            self.controller.record_step(self._step_shape, committed, seconds, now - self._free_since)
         self.counts.step_s += seconds
 
     def _decide(self, session: TargetSequence, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
@@ -651,7 +653,7 @@ class VerificationScheduler:
         request = session.open
         drafted = row.drafted
         room = max_draft_tokens(request, session.prefix.length)
-        if drafted or (session.has_nothing and session.requested_tokens):
+        if drafted or (session.has_confirmed_no_draft and session.requested_tokens):
             self.controller.block_verified(session.requested_tokens, room, drafted, outcome.path)
         requested = min(session.requested_tokens, room)
         collapse = (

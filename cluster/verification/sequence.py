@@ -43,7 +43,7 @@ class StateFeed:
     begin_by: int = 0  # latest acceptable start of the feed; at most `sent`: the start is fixed
     tries: int = 0  # failed attempts to send readable states, if pages keep none
 
-    def went_out(self, end: int) -> None:
+    def mark_sent(self, end: int) -> None:
         self.sent = end
         self.begin_by = end
         self.tries = 0
@@ -225,7 +225,7 @@ class TargetSequence:
         return self.exchange.no_draft_len == self.prefix.length
 
     @property
-    def has_nothing(self) -> bool:
+    def has_confirmed_no_draft(self) -> bool:
         """True if the drafter has no block for the next row although it has received all hidden states."""
         feed = self.live_feed
         return self.has_no_draft and (feed is None or feed.acked >= self.prefix.length - 1)
@@ -348,15 +348,15 @@ class TargetSequence:
         if drafted := row.drafted:
             self.buffer.take(base_len, base_hash)
             stats.block_verified(requested_tokens, drafted, outcome.path)
-        elif requested_tokens and self.has_nothing:
-            stats.nothing_drafted(requested_tokens)
+        elif requested_tokens and self.has_confirmed_no_draft:
+            stats.no_draft_received(requested_tokens)
         elif row.known == 1 and self.drafter is not None and not self.exchange.has_answered:
             stats.non_speculative_round()
         self.exchange.has_answered = False
         prefix.extend(tokens)
         self.committed_at.append((prefix.length, now))
         self.cache.length = base_len + min(verified, len(tokens))  # the last token has not been fed
-        hit = self.buffer.move_on(prefix, accepted, now)
+        hit = self.buffer.advance_to(prefix, accepted, now)
         if requested_tokens:
             stats.verdict_sent(hit)
         return Decision(base_len, base_hash, tokens, accepted, finish)

@@ -146,7 +146,9 @@ class Outcome:
         return (*[tokens[node] for node in self.path], self.next_token)
 
 
-def riding(rows: Sequence[Row], outcomes: Sequence[Outcome], read: Callable[[list[int]], bytes]) -> list[Outcome]:
+def with_states_of_rows(
+    rows: Sequence[Row], outcomes: Sequence[Outcome], read: Callable[[list[int]], bytes]
+) -> list[Outcome]:
     """Returns the outcomes with the hidden states of their rows' `state_slots`; reads all states in a single call.
 
     Rows and outcomes correspond one to one, in order.

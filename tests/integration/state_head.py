@@ -17,7 +17,7 @@ from actors.compute.kv_cache import InputRow
 from actors.models.decoder import ForwardOutput
 from cluster.drafting.hidden_state_receiver import StateBounds
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, nothing_ahead
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, empty_proposals
 from cluster.page_allocator import PageCopy, SlotMove
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import DraftRequest, Open, Shape, StatesFormat
@@ -105,7 +105,7 @@ class StateHead:
     def draft_ahead(
         self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        return nothing_ahead(requests)
+        return empty_proposals(requests)
 
     def close(self, sessions: Sequence[str]) -> None:
         for session in sessions:

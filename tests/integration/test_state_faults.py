@@ -114,7 +114,7 @@ async def test_stuck_states_of_one_prompt_delay_no_other_session(monkeypatch):
 
     The long prompt's answer continues without speculation until its states arrive.
     """
-    monkeypatch.setattr(hidden_state_sender, "RIDE_BYTES", 8 * LAYOUT.row_bytes)
+    monkeypatch.setattr(hidden_state_sender, "VERDICT_STATES_BYTES", 8 * LAYOUT.row_bytes)
     let_go = asyncio.Event()
     left: list[Message] = []
     take = StatesOutbox.take

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.envelope import Send
-from cluster.speculation.controller import Awaited, DraftingDecision, PacingPolicy
+from cluster.speculation.controller import DraftingDecision, ExpectedBlock, PacingPolicy
 from cluster.speculation.estimators import Load, ReplicaStats, SessionStats
 from cluster.trust import issue
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
@@ -96,7 +96,7 @@ class Steady:
         wanted = limit if tokens is None else tokens
         return DraftingDecision(wanted, hold_step=self.waits, skip_for_s=self.patience)
 
-    def hold_for_s(self, awaited: Sequence[Awaited], load: Load) -> float:
+    def hold_for_s(self, expected: Sequence[ExpectedBlock], load: Load) -> float:
         return self.hold
 
 

@@ -29,7 +29,7 @@ from cluster.drafting.lookahead import (
     proposals,
 )
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, with_empty
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, with_empty_proposals
 from cluster.drafting.trees import NO_CHOICES, branches_by_depth
 from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape, StatesNeeded
@@ -50,7 +50,7 @@ class PredictedDraft(BlockDraft):
         """Number of drafted or assumed tokens past the target's states."""
         return len(self.outcome) + len(self.drafted)
 
-    def is_further(self, offset: int) -> bool:
+    def is_consecutive_prediction(self, offset: int) -> bool:
         return self.depth + offset > 0
 
     def end(self) -> None:
@@ -200,7 +200,7 @@ class HeadDrafter:
         """
         ready = [request for request in requests if self._is_ready(request)]
         drafts: list[PredictedDraft] = draft_ahead(self, ready, self._lookahead_time, self._clock, interrupted, early)
-        return with_empty(proposals(drafts), requests)
+        return with_empty_proposals(proposals(drafts), requests)
 
     def _is_ready(self, request: DraftRequest | LookaheadRequest) -> bool:
         return self._predictor.is_ready(request.session, request.base_len)
@@ -231,7 +231,7 @@ class HeadDrafter:
             base_hash=request.prefix_hash,
             max_tokens=len(path) + 1,
             unverified=path,
-            tells_all=main is None,
+            needs_read_for_choices=main is None,
             main=main,
             chance=1.0 if main is None else SIBLING_URGENCY,
             longest=sum(self._predictor.reach(depth) > 0 for depth in range(len(path) + 1)),

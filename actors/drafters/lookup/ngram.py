@@ -25,7 +25,7 @@ from cluster.config import DraftPool
 from cluster.drafting.draft_state import BlockDraft, DraftedToken
 from cluster.drafting.lookahead import ForwardTime, PendingPositions, TextPosition, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, with_empty
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, with_empty_proposals
 from cluster.drafting.trees import MAX_SIBLINGS, NO_CHOICES, Choices, TokenPath, grown_paths, tree_of
 from cluster.speculation.estimators import Pairs
 from protos.draft_tree import DraftTree
@@ -334,7 +334,7 @@ class NgramDraft:
         Without candidates, proposes an empty block if the target currently decodes the session without blocks.
         """
         drafts = draft_ahead(self, requests, ForwardTime(), clock=lambda: 0.0, interrupted=interrupted, early=dismiss)
-        return with_empty(proposals(drafts), requests)
+        return with_empty_proposals(proposals(drafts), requests)
 
     def _begin(
         self, request: DraftRequest | LookaheadRequest, outcome: tuple[int, ...], chance: float, max_tokens: int

@@ -18,7 +18,7 @@ from cluster.config_sections import SuffixOptions
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import MAX_OUTCOMES, ForwardTime, draft_ahead, proposals
 from cluster.drafting.method import Early, dismiss
-from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, with_empty
+from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, with_empty_proposals
 from cluster.drafting.trees import NO_CHOICES, Choices, TokenPath, grow_branches
 from protos.messages import DraftRequest, Open, Shape
 
@@ -282,7 +282,7 @@ class SuffixLookup:
         Without candidates, proposes an empty block if the target currently decodes the session without blocks.
         """
         drafts = draft_ahead(self, requests, self._lookahead_time, self._clock, interrupted, early)
-        return with_empty(proposals(drafts), requests)
+        return with_empty_proposals(proposals(drafts), requests)
 
     def _begin(self, request: DraftRequest | LookaheadRequest, max_tokens: int) -> BlockDraft:
         text = self._texts[request.session]

@@ -381,7 +381,7 @@ class DraftModel:
             root.drafted.append(DraftedToken(token, Choices((token,), (1.0,)), root.p_accepted))
             root.settled = len(root.drafted)
         root.logits = root.missing
-        root.tells_all = root.logits > 1
+        root.needs_read_for_choices = root.logits > 1
         return [root, *self._siblings_of(root)]
 
     def _siblings_of(self, root: CachedDraft) -> list[CachedDraft]:

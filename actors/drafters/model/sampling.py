@@ -61,13 +61,13 @@ class DraftKind:
     """Kind of draft, with its own fit."""
 
     octave: int | None  # half-octave of the temperature; None: greedy
-    is_further: bool  # predicted after a draft token, without a forward in between
+    is_consecutive_prediction: bool  # predicted after a draft token, without a forward in between
 
     @classmethod
-    def of(cls, sampling: Sampling, is_further: bool) -> "DraftKind":
+    def of(cls, sampling: Sampling, is_consecutive_prediction: bool) -> "DraftKind":
         if sampling.greedy:
-            return cls(None, is_further)
-        return cls(round(2 * math.log2(sampling.temperature)), is_further)
+            return cls(None, is_consecutive_prediction)
+        return cls(round(2 * math.log2(sampling.temperature)), is_consecutive_prediction)
 
     @property
     def prior(self) -> Floats:
@@ -209,7 +209,7 @@ class _Prediction(NamedTuple):
     logits: Tensor  # (columns,)
     state: Tensor | None  # (hidden,)
     position: int
-    is_further: bool
+    is_consecutive_prediction: bool
 
 
 class DraftSampler:
@@ -239,7 +239,7 @@ class DraftSampler:
         together: list[_Prediction] = []
         for draft, logits, hidden in read:
             predictions = [
-                _Prediction(draft, row, state, draft.position + offset, draft.is_further(offset))
+                _Prediction(draft, row, state, draft.position + offset, draft.is_consecutive_prediction(offset))
                 for offset, (row, state) in enumerate(zip(logits, _each(hidden, len(logits)), strict=True))
             ]
             if draft.sends_probs:
@@ -280,7 +280,7 @@ class DraftSampler:
                 continue
             sampling = draft.text.open.sampling
             candidates = _candidates(sampling, *scores)
-            kind = DraftKind.of(sampling, prediction.is_further)
+            kind = DraftKind.of(sampling, prediction.is_consecutive_prediction)
             self._calibration.note(draft.request.session, draft.next_position, kind, candidates)
             choices = _likeliest(candidates, self._calibration.chances(kind, candidates))
             draft.append(choices.tokens[0], choices, prediction.state)

@@ -10,7 +10,7 @@ from actors.drafters.model.sampling import Calibration, Candidates, DraftKind
 from protos.messages import Sampling
 
 COUNT = 8
-KIND = DraftKind.of(Sampling(temperature=1.0), is_further=False)
+KIND = DraftKind.of(Sampling(temperature=1.0), is_consecutive_prediction=False)
 ROUNDS = 4000
 
 
@@ -64,7 +64,7 @@ def test_the_worse_the_draft_the_less_it_is_believed():
 
 
 def test_greedy_requests_have_no_noise_to_learn_of():
-    greedy = DraftKind.of(Sampling(temperature=0.0), is_further=False)
+    greedy = DraftKind.of(Sampling(temperature=0.0), is_consecutive_prediction=False)
     calibration = Calibration()
     still = some_candidates(np.random.default_rng(1))
     candidates = Candidates(still.ids, still.log_probs, np.zeros(COUNT), still.log_others)

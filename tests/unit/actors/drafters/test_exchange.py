@@ -119,7 +119,7 @@ def test_the_calibration_adapts_as_quickly_as_a_new_one() -> None:
         propose(method, [a_want(text)], never)
         method.committed("s", (token,))
         text += (token,)
-    kind = DraftKind.of(GREEDY, is_further=False)
+    kind = DraftKind.of(GREEDY, is_consecutive_prediction=False)
     candidates = Candidates(np.arange(3), np.log([0.5, 0.3, 0.1]), np.zeros(3), math.log(0.1))
     unchanged = deepcopy(calibration)
     before = calibration.chances(kind, candidates)

@@ -1,4 +1,4 @@
-"""Pool sizes follow only lasting wishes."""
+"""Pool sizes follow only lasting needs."""
 
 from cluster.autoscaling import StabilizationWindow
 
@@ -6,11 +6,11 @@ UP_S = 10.0
 DOWN_S = 100.0
 
 
-def followed(wishes: list[tuple[float, int]], present: int = 2) -> int:
+def followed(needs: list[tuple[float, int]], present: int = 2) -> int:
     """Returns the size after the given (time, wish) pairs."""
-    history = StabilizationWindow.at_start(present, wishes[0][0])
-    for now, wished in wishes:
-        history = history.after(wished, now)
+    history = StabilizationWindow.at_start(present, needs[0][0])
+    for now, desired in needs:
+        history = history.after(desired, now)
         present = history.size(present, now, UP_S, DOWN_S)
     return present
 

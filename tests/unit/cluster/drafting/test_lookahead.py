@@ -39,7 +39,7 @@ class Counting:
         root = BlockDraft(
             request=request, text=text, base_hash=request.prefix_hash, max_tokens=len(block) + 1, unverified=block
         )
-        root.tells_all = bool(block)
+        root.needs_read_for_choices = bool(block)
         return [root]
 
     def fork(self, root: BlockDraft, outcome: tuple[int, ...], chance: float, max_tokens: int) -> BlockDraft:

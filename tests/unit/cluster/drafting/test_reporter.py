@@ -20,13 +20,13 @@ def test_the_report_includes_the_saving_of_further_drafters(profile: DraftCost, 
     """The drafter is busy half of the time."""
     reporter = DraftReporter(profile)
     reporter.report(0, 0, 100.0)
-    reporter.pass_made(sessions, 3, 1.0)
+    reporter.record_pass(sessions, 3, 1.0)
     assert reporter.report(0, 0, 102.0) == DraftReport(shared, 0.0)
 
 
 def test_each_report_covers_the_time_since_the_last() -> None:
     reporter = DraftReporter(FOR_EACH)
     reporter.report(10, 4, 100.0)
-    reporter.pass_made(2, 1, 1.0)
+    reporter.record_pass(2, 1, 1.0)
     assert reporter.report(18, 6, 101.0) == DraftReport(0.5, 0.25)
     assert reporter.report(18, 6, 102.0) == DraftReport(0.0, 0.0)

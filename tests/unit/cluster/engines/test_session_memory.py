@@ -63,7 +63,7 @@ class Scene:
         held: int = 1,
         computed: Mapping[str, int] = MappingProxyType({}),
     ) -> list[Verdict]:
-        self.memory.step_made(fed, held, computed)
+        self.memory.record_step(fed, held, computed)
         self.now += 1.0
         sends = self.scheduler.apply(outcomes, 0.01, self.now)
         verdicts = [message for _, message in sends if isinstance(message, Verdict)]

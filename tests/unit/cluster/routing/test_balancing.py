@@ -1,6 +1,6 @@
 """Tests the choice of a replica."""
 
-from cluster.routing.session_router import Candidate, Peers, choose, turn
+from cluster.routing.session_router import Candidate, Peers, choose, tie_breaker
 
 
 def test_the_least_loaded_is_chosen_and_equals_by_address():
@@ -10,7 +10,7 @@ def test_the_least_loaded_is_chosen_and_equals_by_address():
 
 def test_independent_routers_begin_with_different_replicas():
     addresses = ("a", "b", "c", "d")
-    first = {choose(Candidate(a, 0, turn(f"router-{number}", a)) for a in addresses) for number in range(32)}
+    first = {choose(Candidate(a, 0, tie_breaker(f"router-{number}", a)) for a in addresses) for number in range(32)}
     assert first == set(addresses)
     assert choose([Candidate("a", 1, 0), Candidate("b", 0, 9)]) == "b", "load comes first"
 

@@ -8,7 +8,7 @@ NOBODY = Chances()  # without other sessions' blocks
 
 
 def p_accepted(blocks: Chances, others: Chances) -> list[float]:
-    return [chance for chance, _, _ in blocks.outlook(others, 4)]
+    return [chance for chance, _, _ in blocks.expectations_of(others, 4)]
 
 
 UNKNOWN = p_accepted(Chances(), NOBODY)
@@ -52,14 +52,14 @@ def test_a_block_that_ended_in_doubt_counts_at_its_requested_length():
     """Otherwise only tokens drafted with confidence would count."""
     blocks = Chances().after(requested=2, drafted=1, accepted=range(1))
     assert p_accepted(blocks, NOBODY)[1] < UNKNOWN[1]
-    assert blocks.outlook(NOBODY, 2)[1][2] < 1.0
+    assert blocks.expectations_of(NOBODY, 2)[1][2] < 1.0
 
 
 # ---------------------------------------------------------------- trials
 
 
 def test_a_trial_is_over_after_two_rounds_unless_something_is_accepted():
-    stats = SessionStats(is_left_off=True)
+    stats = SessionStats(is_disabled=True)
     stats.request_sent(is_sent=True, is_awaited=True, is_trial=True)
     assert stats.is_on_trial, "the first block may meet a drafter that is not ready"
     stats.request_sent(is_sent=True, is_awaited=True, is_trial=True)
@@ -67,7 +67,7 @@ def test_a_trial_is_over_after_two_rounds_unless_something_is_accepted():
     stats.block_verified(2, 2, range(1))
     assert stats.is_on_trial
     stats.request_sent(is_sent=True, is_awaited=True, is_trial=False)
-    assert (stats.is_left_off, stats.is_on_trial) == (False, False), "it pays"
+    assert (stats.is_disabled, stats.is_on_trial) == (False, False), "it pays"
     stats.block_verified(2, 2, range(1))
     assert not stats.is_on_trial
 
@@ -115,5 +115,5 @@ def test_the_acceptance_of_trees_is_counted_by_node():
     blocks = Chances()
     for _ in range(200):
         blocks = blocks.after(requested=3, drafted=3, accepted=(0, 2))
-    first, second, third = [chance for chance, _, _ in blocks.outlook(blocks, 3)]
+    first, second, third = [chance for chance, _, _ in blocks.expectations_of(blocks, 3)]
     assert min(first, third) > 0.9 > 0.1 > second

@@ -127,7 +127,7 @@ def test_few_steps_have_a_trial_however_many_sessions_there_are():
         gate = KillSwitch()
         taken = 0
         for _ in range(steps * sessions):
-            is_trial = gate.may_try
+            is_trial = gate.allows_trial
             gate.round(sessions, is_trial)
             taken += is_trial
         trials[sessions] = taken
@@ -141,7 +141,7 @@ def test_each_trial_is_paid_for_before_the_next_begins():
         for _ in range(trials):
             gate.round(1, is_trial=True)
         rounds = 0
-        while not gate.may_try:
+        while not gate.allows_trial:
             gate.round(1, is_trial=False)
             rounds += 1
         return rounds

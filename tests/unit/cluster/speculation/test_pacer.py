@@ -47,7 +47,7 @@ def test_drafting_resumes_when_it_pays_again():
     [stats] = rejected(pacer)
     assert pacer.decide(stats, 2, 1).tokens == 0
     rounds = 0
-    while stats.is_left_off:
+    while stats.is_disabled:
         decision = pacer.decide(stats, 2, 1)
         if decision.tokens:
             stats.block_verified(decision.tokens, decision.tokens, range(decision.tokens))
@@ -69,9 +69,9 @@ def test_a_session_whose_blocks_are_not_waited_for_waits_once_at_long_regular_in
 def test_steps_that_feed_prompts_leave_the_rate_unchanged():
     pacer = a_pacer()
     step = StepShape(rows=1, tokens=1, decoding=1)
-    pacer.step_made(replace(step, prompts=1, prompt_tokens=8, tokens=9), 1, 5.0, took_s=5.0)
+    pacer.record_step(replace(step, prompts=1, prompt_tokens=8, tokens=9), 1, 5.0, took_s=5.0)
     assert pacer.load.non_speculative_rate == 10.0
-    pacer.step_made(step, 1, 0.2, took_s=0.2)
+    pacer.record_step(step, 1, 0.2, took_s=0.2)
     assert pacer.load.non_speculative_rate < 10.0
 
 
@@ -90,7 +90,7 @@ def share_on(
         step = FEEDS if index % 4 == 0 else DECODES
         is_on = asked[-1]
         seconds = drafted_s[step] if is_on else non_speculative_s[step]
-        pacer.step_made(replace(step, is_drafted_for=is_on), committed if is_on else 4, 0.1, seconds)
+        pacer.record_step(replace(step, is_drafted_for=is_on), committed if is_on else 4, 0.1, seconds)
         asked.append(pacer.decide(stats, 4, 4).tokens > 0)
     late = asked[steps // 2 :]
     return sum(late) / len(late)
@@ -112,7 +112,7 @@ def test_a_step_right_after_a_speculative_one_does_not_measure_non_speculative_d
     pacer = a_pacer()
     for _ in range(200):
         for step, seconds in ((replace(DECODES, is_drafted_for=True), 0.1), (DECODES, 0.3), (DECODES, 0.1)):
-            pacer.step_made(step, 4, 0.1, took_s=seconds)
+            pacer.record_step(step, 4, 0.1, took_s=seconds)
     assert pacer.load.step.non_speculative_s(4) == pytest.approx(0.1, rel=0.01)
 
 

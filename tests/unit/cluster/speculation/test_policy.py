@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.speculation.controller import Adaptive, Awaited, DraftingDecision, ReferenceLoop
+from cluster.speculation.controller import Adaptive, DraftingDecision, ExpectedBlock, ReferenceLoop
 from cluster.speculation.estimators import Load, ReplicaStats, SessionStats, StepCost
 from tests.unit.cluster.speculation.samples import DRAFT, LOAD, NOBODY, a_delay, a_yield
 
@@ -18,7 +18,7 @@ def with_hits(blocks: SessionStats, hits: float) -> SessionStats:
 
 
 def asked(blocks: SessionStats, limit: int, load: Load = LOAD, replica: ReplicaStats = NOBODY) -> DraftingDecision:
-    return PACING.decide(blocks, replica, limit, load, may_try=False)
+    return PACING.decide(blocks, replica, limit, load, allows_trial=False)
 
 
 # ---------------------------------------------------------------- waiting time
@@ -26,19 +26,19 @@ def asked(blocks: SessionStats, limit: int, load: Load = LOAD, replica: ReplicaS
 
 def test_a_step_waits_for_a_block_worth_more_than_the_time_of_all_sessions():
     hold_for_s = PACING.hold_for_s
-    assert hold_for_s([Awaited(0.6, in_s=0.03)], LOAD) == pytest.approx(0.6 / 15)
-    assert hold_for_s([Awaited(0.6, in_s=0.05)], LOAD) == 0.0, "it comes too late"
-    assert hold_for_s([Awaited(0.6, in_s=0.03)], replace(LOAD, gain=3.0)) == 0.0, "time is worth more"
-    assert hold_for_s([Awaited(0.6, in_s=0.03)], replace(LOAD, sessions=8)) == 0.0, "seven others would wait too"
-    assert hold_for_s([Awaited(0.6, in_s=-0.1)], LOAD) > 0, "it may come at any time"
+    assert hold_for_s([ExpectedBlock(0.6, in_s=0.03)], LOAD) == pytest.approx(0.6 / 15)
+    assert hold_for_s([ExpectedBlock(0.6, in_s=0.05)], LOAD) == 0.0, "it comes too late"
+    assert hold_for_s([ExpectedBlock(0.6, in_s=0.03)], replace(LOAD, gain=3.0)) == 0.0, "time is worth more"
+    assert hold_for_s([ExpectedBlock(0.6, in_s=0.03)], replace(LOAD, sessions=8)) == 0.0, "seven others would wait too"
+    assert hold_for_s([ExpectedBlock(0.6, in_s=-0.1)], LOAD) > 0, "it may come at any time"
     assert hold_for_s([], LOAD) == 0.0
 
 
 def test_blocks_that_arrive_together_share_one_wait_and_a_late_one_is_left_out():
-    pair = [Awaited(0.3, in_s=0.03), Awaited(0.3, in_s=0.03)]
+    pair = [ExpectedBlock(0.3, in_s=0.03), ExpectedBlock(0.3, in_s=0.03)]
     assert PACING.hold_for_s(pair[:1], LOAD) == 0.0
     assert PACING.hold_for_s(pair, LOAD) == pytest.approx(0.6 / 15)
-    late = Awaited(0.3, in_s=1.0)
+    late = ExpectedBlock(0.3, in_s=1.0)
     assert PACING.hold_for_s([late, *pair], LOAD) == PACING.hold_for_s(pair, LOAD)
 
 
@@ -61,7 +61,7 @@ def test_no_session_waits_before_the_first_measured_step():
     decision = asked(with_hits(a_yield(*[0.98] * 8), 0.0), 8, unmeasured, ReplicaStats())
     assert decision.worth > 1.0
     assert decision.skip_for_s == 0.0
-    assert PACING.hold_for_s([Awaited(decision.worth, in_s=0.01)], unmeasured) == 0.0
+    assert PACING.hold_for_s([ExpectedBlock(decision.worth, in_s=0.01)], unmeasured) == 0.0
 
 
 def test_a_dead_drafter_costs_a_few_short_waits():
@@ -111,23 +111,23 @@ def test_slow_drafts_are_not_waited_for_but_used_if_in_time():
 
 
 def test_a_block_that_is_not_waited_for_is_timed_again_in_a_trial():
-    decision = PACING.decide(a_yield(0.5, 0.25), SLOW, 2, LOAD, may_try=True)
+    decision = PACING.decide(a_yield(0.5, 0.25), SLOW, 2, LOAD, allows_trial=True)
     assert (decision.tokens, decision.hold_step, decision.is_trial) == (2, True, True)
-    waited_for = PACING.decide(a_yield(0.9, 0.8), NOBODY, 2, LOAD, may_try=True)
+    waited_for = PACING.decide(a_yield(0.9, 0.8), NOBODY, 2, LOAD, allows_trial=True)
     assert not waited_for.is_trial, "its delay is known"
 
 
 def test_nothing_is_requested_where_speculation_loses():
-    decision = PACING.decide(a_yield(0.9, 0.8), NOBODY, 2, replace(LOAD, speculates=False), may_try=True)
+    decision = PACING.decide(a_yield(0.9, 0.8), NOBODY, 2, replace(LOAD, speculates=False), allows_trial=True)
     assert decision == DraftingDecision()
 
 
 def test_drafts_that_do_not_pay_are_tried_with_few_tokens():
     bad = a_yield(0.001, 0.0)
-    assert PACING.decide(bad, NOBODY, 4, LOAD, may_try=True) == DraftingDecision(), "it was left off only now"
-    left_off = replace(bad, is_left_off=True)
-    assert PACING.decide(left_off, NOBODY, 4, LOAD, may_try=False) == DraftingDecision()
-    decision = PACING.decide(left_off, NOBODY, 4, LOAD, may_try=True)
+    assert PACING.decide(bad, NOBODY, 4, LOAD, allows_trial=True) == DraftingDecision(), "it was left off only now"
+    disabled = replace(bad, is_disabled=True)
+    assert PACING.decide(disabled, NOBODY, 4, LOAD, allows_trial=False) == DraftingDecision()
+    decision = PACING.decide(disabled, NOBODY, 4, LOAD, allows_trial=True)
     assert 0 < decision.tokens < 4
     assert (decision.hold_step, decision.is_trial) == (True, True)
 
@@ -147,8 +147,8 @@ def test_drafting_stops_and_resumes_at_different_thresholds():
     """Equal thresholds would let noise toggle drafting."""
     chances = [step / 1000 for step in range(1, 1000)]
     gives_up = max(c for c in chances if asked(a_yield(c), 1).tokens == 0)
-    takes_up = min(c for c in chances if asked(replace(a_yield(c), is_left_off=True), 1).tokens == 1)
-    assert gives_up < takes_up
+    resumes = min(c for c in chances if asked(replace(a_yield(c), is_disabled=True), 1).tokens == 1)
+    assert gives_up < resumes
 
 
 # ---------------------------------------------------------------- the reference loop
@@ -156,8 +156,8 @@ def test_drafting_stops_and_resumes_at_different_thresholds():
 
 def test_the_reference_loop_requests_and_waits_for_the_longest_block():
     pacing = ReferenceLoop(patience=2.0)
-    ask = pacing.decide(a_yield(0.0), NOBODY, 4, replace(LOAD, speculates=False), may_try=False)
+    ask = pacing.decide(a_yield(0.0), NOBODY, 4, replace(LOAD, speculates=False), allows_trial=False)
     assert (ask.tokens, ask.hold_step) == (4, True)
-    assert ask.skip_for_s == pacing.hold_for_s([Awaited(ask.worth, 9.0)], LOAD) == 2.0
-    gone = pacing.decide(replace(a_yield(0.5), missed_rounds=1), NOBODY, 4, LOAD, may_try=False)
-    assert gone.skip_for_s == pacing.hold_for_s([Awaited(gone.worth, 0.0)], LOAD) == 0.0
+    assert ask.skip_for_s == pacing.hold_for_s([ExpectedBlock(ask.worth, 9.0)], LOAD) == 2.0
+    gone = pacing.decide(replace(a_yield(0.5), missed_rounds=1), NOBODY, 4, LOAD, allows_trial=False)
+    assert gone.skip_for_s == pacing.hold_for_s([ExpectedBlock(gone.worth, 0.0)], LOAD) == 0.0

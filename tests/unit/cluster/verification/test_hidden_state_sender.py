@@ -216,7 +216,7 @@ def test_states_of_a_long_prompt_are_read_in_chunks_during_prefill():
 
 def test_prompt_states_do_not_delay_verdicts():
     """While another session's prompt is fed, a decoding session's verdicts and rows go first in every step."""
-    desk = FeedDesk(WIDE, max_step_tokens=8, ride_bytes=2 * WIDE.row_bytes)
+    desk = FeedDesk(WIDE, max_step_tokens=8, verdict_states_bytes=2 * WIDE.row_bytes)
     desk.open("short", tokens=(1, 2))
     desk.attach_from((1, 2), 0, "short")
     desk.step()

@@ -43,7 +43,7 @@ class FreshDesk(FeedDesk):
         return super()._rows_at(slots)
 
     @property
-    def again(self) -> int:
+    def recomputed(self) -> int:
         return self.feeds.counts["again"]
 
     def states_of_steps(self, steps: int, session: str = "s") -> list[States]:
@@ -64,7 +64,7 @@ def test_states_of_a_step_are_sent_with_its_verdict():
     first, second = desk.states_of_steps(2)
     assert [(first.first, first.end), (second.first, second.end)] == [(0, 3), (3, 4)]
     check(second, (1, 2, 3, *text((1, 2, 3), 1)))
-    assert desk.again == 0
+    assert desk.recomputed == 0
 
 
 def test_prompt_states_are_sent_after_each_chunk():
@@ -76,7 +76,7 @@ def test_prompt_states_are_sent_after_each_chunk():
     for states in found:
         check(states, (*PROMPT, *text(PROMPT, 2)))
     assert found[-1].end == len(PROMPT)
-    assert desk.again == 0
+    assert desk.recomputed == 0
 
 
 def test_a_late_drafter_has_the_text_recomputed():
@@ -90,8 +90,8 @@ def test_a_late_drafter_has_the_text_recomputed():
     (states,) = desk.states_of_steps(1)
     assert (states.first, states.end) == (0, len(tokens))
     check(states, tokens)
-    assert desk.again == len(tokens) - 1, "the last was not computed yet"
-    assert desk.scheduler.counts.known_tokens == len(tokens) + desk.again
+    assert desk.recomputed == len(tokens) - 1, "the last was not computed yet"
+    assert desk.scheduler.counts.known_tokens == len(tokens) + desk.recomputed
     assert desk.rows[-1][0].start == 0
 
 
@@ -104,7 +104,7 @@ def test_only_missing_states_are_recomputed():
     desk.attach_from(tokens, len(tokens) - 3)
     (states,) = desk.states_of_steps(1)
     assert (states.first, states.end) == (len(tokens) - 3, len(tokens))
-    assert desk.again == 2
+    assert desk.recomputed == 2
 
 
 def test_states_of_the_latest_step_are_not_recomputed():
@@ -116,7 +116,7 @@ def test_states_of_the_latest_step_are_not_recomputed():
     (states,) = desk.reads()
     assert (states.first, states.end) == (0, 3)
     check(states, tokens)
-    assert desk.again == 0
+    assert desk.recomputed == 0
 
 
 def test_a_prefix_hit_is_recomputed_without_changing_the_text():
@@ -128,13 +128,13 @@ def test_a_prefix_hit_is_recomputed_without_changing_the_text():
     (states,) = desk.states_of_steps(1, "b")
     assert (states.session, states.first, states.end) == ("b", 0, len(LONGER))
     check(states, LONGER)
-    assert desk.again == 12, "the whole pages that were found"
+    assert desk.recomputed == 12, "the whole pages that were found"
 
 
 @pytest.mark.parametrize(
-    ("by", "first", "again"), [(9, 9, 3), (12, 12, 0), (14, 12, 0), (0, 0, 12)], ids=["some", "none", "later", "all"]
+    ("by", "first", "recomputed"), [(9, 9, 3), (12, 12, 0), (14, 12, 0), (0, 0, 12)], ids=["some", "none", "later", "all"]
 )
-def test_a_prefix_hit_is_recomputed_only_from_where_a_drafter_may_begin(by, first, again):
+def test_a_prefix_hit_is_recomputed_only_from_where_a_drafter_may_begin(by, first, recomputed):
     desk = FreshDesk()
     desk.open("a", tokens=PROMPT)
     desk.step()
@@ -143,7 +143,7 @@ def test_a_prefix_hit_is_recomputed_only_from_where_a_drafter_may_begin(by, firs
     (states,) = desk.states_of_steps(1, "b")
     assert (states.first, states.end) == (first, len(LONGER))
     check(states, LONGER)
-    assert desk.again == again
+    assert desk.recomputed == recomputed
 
 
 def test_a_late_drafter_may_begin_within_the_text():
@@ -157,7 +157,7 @@ def test_a_late_drafter_may_begin_within_the_text():
     first, second = desk.states_of_steps(2)
     assert (first.first, first.end, second.first) == (4, 7, 7)
     check(second, (*tokens, *text(tokens, 1)))
-    assert desk.again == 2
+    assert desk.recomputed == 2
 
 
 def test_a_late_drafter_begins_earlier_if_states_exist():
@@ -172,7 +172,7 @@ def test_a_late_drafter_begins_earlier_if_states_exist():
     desk.attach_from(tokens, 0, by=13)
     (states,) = desk.reads()
     assert (states.first, states.end) == (13, 14)
-    assert desk.again == 0
+    assert desk.recomputed == 0
 
 
 def test_a_drafter_late_for_a_chunked_prompt_begins_at_existing_states():
@@ -187,7 +187,7 @@ def test_a_drafter_late_for_a_chunked_prompt_begins_at_existing_states():
     found = desk.states_of_steps(2)
     assert [states.first for states in found] == [8, 12]
     assert found[-1].end == len(PROMPT)
-    assert desk.again == 0
+    assert desk.recomputed == 0
 
 
 def test_before_the_first_send_a_later_beginning_avoids_recomputation():
@@ -198,12 +198,12 @@ def test_before_the_first_send_a_later_beginning_avoids_recomputation():
     desk.attach_from(PROMPT, 0, by=10)
     (states,) = desk.states_of_steps(1)
     assert (states.first, states.end) == (8, 12)
-    assert desk.again == 0
+    assert desk.recomputed == 0
 
 
 def test_sent_states_have_no_gaps():
     """States not sent in time are recomputed."""
-    desk = FreshDesk(max_step_tokens=4, max_context=100, window_bytes=1, ride_bytes=0)
+    desk = FreshDesk(max_step_tokens=4, max_context=100, window_bytes=1, verdict_states_bytes=0)
     desk.open(tokens=PROMPT)
     desk.attach_from(PROMPT, 0, by=12)
     desk.step()
@@ -216,7 +216,7 @@ def test_sent_states_have_no_gaps():
     desk.step()
     (second,) = desk.reads()
     assert second.first == 4
-    assert desk.again > 0
+    assert desk.recomputed > 0
 
 
 def test_without_a_reading_drafter_nothing_is_recomputed():
@@ -226,7 +226,7 @@ def test_without_a_reading_drafter_nothing_is_recomputed():
     desk.open("b", tokens=LONGER)
     desk.attach_from(LONGER, None, "b")
     desk.step()
-    assert desk.again == 0
+    assert desk.recomputed == 0
     assert desk.rows[-1][-1].start == 12
 
 
@@ -243,7 +243,7 @@ def test_accepted_nodes_are_read_before_their_move():
 
 
 def test_states_beyond_a_drafters_capacity_are_recomputed_a_few_times_then_lost():
-    desk = FreshDesk(window_bytes=1, ride_bytes=0)
+    desk = FreshDesk(window_bytes=1, verdict_states_bytes=0)
     desk.open(tokens=(1, 2, 3), max_len=60)
     desk.attach_from((1, 2, 3), 0)
     desk.step()
@@ -254,7 +254,7 @@ def test_states_beyond_a_drafters_capacity_are_recomputed_a_few_times_then_lost(
         tokens += verdict.tokens
         assert list(desk.reads()) == [], "the first states are still in flight"
         assert len(tokens) < 20
-    assert 0 < desk.again < 10
+    assert 0 < desk.recomputed < 10
     desk.ack(first.end)
     desk.attach_from(tokens, first.end)
     (states,) = desk.states_of_steps(1)
