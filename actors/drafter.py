@@ -106,7 +106,7 @@ class Drafter:
         self._feeds: dict[str, Link] = {}  # streams of hidden states by name, for methods that read them
         self._changed = asyncio.Event()
         self._left = asyncio.Event()  # set once all sessions have left a draining drafter
-        self._wanted = threading.Event()  # set to interrupt drafting ahead
+        self._interrupt = threading.Event()  # set to interrupt drafting ahead
         self._streams = 0
 
     # ------------------------------------------------------------ the loop
@@ -123,7 +123,7 @@ class Drafter:
                 await self._changed.wait()
                 continue
             self.timing = self.timing.without(tuple(drafting.updates.closed))
-            self._offer(await self._make(drafting))
+            self._queue_proposals(await self._make(drafting))
             if drafting.updates.closed:
                 await self._drop_unused_targets()
             await asyncio.sleep(0)  # yields, so that blocks are sent and received messages are handled
@@ -133,7 +133,7 @@ class Drafter:
         loop = asyncio.get_running_loop()
 
         def early(proposals: list[Proposal]) -> None:
-            loop.call_soon_threadsafe(self._offer, proposals)
+            loop.call_soon_threadsafe(self._queue_proposals, proposals)
 
         names = drafting.sessions
         began = self._clock()
@@ -141,8 +141,8 @@ class Drafter:
             kind = "draft ahead" if drafting.lookahead else "draft"
             self.timeline.record(kind, *names)
             self._tracer.marked(kind, names)
-        self._wanted.clear()
-        make = partial(make_pass, self._method, drafting, self._wanted.is_set, early)
+        self._interrupt.clear()
+        make = partial(make_pass, self._method, drafting, self._interrupt.is_set, early)
         self._progress.begin_task(self._expected_s(drafting), self._working_clock())
         proposals = await loop.run_in_executor(self._thread, make)
         self._progress.end_task()
@@ -168,7 +168,7 @@ class Drafter:
         """
         loop = asyncio.get_running_loop()
         self.timing = self.timing.without(self.timing.read)  # the new weights must read all texts again
-        self._wanted.set()
+        self._interrupt.set()
         earlier = await loop.run_in_executor(self._thread, exchange)
         self.timing = self.timing.without(self.timing.read)  # a running pass may have added some
         self.scheduler.exchanged(version, published_acceptance)
@@ -202,7 +202,7 @@ class Drafter:
         self._feeds.clear()
         self._thread.shutdown(wait=self.stuck_s is None)  # a stuck pass may never end
 
-    def _offer(self, proposals: list[Proposal]) -> None:
+    def _queue_proposals(self, proposals: list[Proposal]) -> None:
         """Sends blocks, except blocks made obsolete by a verdict."""
         sends = self.scheduler.proposed(proposals, self._clock())
         if sent := dict.fromkeys(message.session for _, message in sends if isinstance(message, Block)):
@@ -311,7 +311,7 @@ class Drafter:
         """Wakes the loop after a message; interrupts drafting ahead for requests or if a verdict made it stale."""
         self._changed.set()
         if self.scheduler.has_requests or self.scheduler.is_lookahead_stale:
-            self._wanted.set()
+            self._interrupt.set()
 
     # ------------------------------------------------------------ inspection
 

@@ -82,10 +82,10 @@ class TextGrammar:
         """
         if self._is_over:
             return [None] * len(paths)
-        was_error = self._matcher.is_error()
+        had_error = self._matcher.is_error()
         walk = _Walk(self._matcher)
         masks = [None if not self._ends.isdisjoint(path) else walk.mask(path) for path in paths]
-        if self._matcher.is_error() and not was_error:
+        if self._matcher.is_error() and not had_error:
             _logger.warning("a grammar exceeded its work limit, so its text ends: %s", self._matcher.get_error())
         return masks
 
@@ -198,7 +198,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: LLTokenizer, max_cached: int = MAX_CACHED_GRAMMARS) -> None:
         self._tokenizer = tokenizer
-        self._kept = max_cached
+        self._max_cached = max_cached
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # by grammar text, most recently used last
         self._lock = Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
@@ -209,7 +209,7 @@ class GrammarCompiler:
             if grammar not in self._compiled:
                 self._compiled[grammar] = self._thread.submit(self._compile, grammar)
             self._compiled.move_to_end(grammar)
-            while len(self._compiled) > self._kept:
+            while len(self._compiled) > self._max_cached:
                 self._compiled.popitem(last=False)
             return self._compiled[grammar]
 

@@ -143,7 +143,7 @@ async def _start(
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
     if trust.reflection:
         reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    bound = credentials.listen(server, host, port, interceptor.handshakes.begins)
+    bound = credentials.listen(server, host, port, interceptor.handshakes.on_handshake)
     await server.start()
     await checker.set(service, health_pb2.HealthCheckResponse.SERVING)
     return GrpcServer(server, f"{host}:{bound}", interceptor)

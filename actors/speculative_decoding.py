@@ -49,16 +49,16 @@ class Decoding:
         return gumbel_argmax(logits / self.temperature, key(seed, 0, position, purpose))
 
 
-def speculative_decode(target: Model, draft: Model, prompt: Sequence[int], how: Decoding) -> Iterator[list[int]]:
+def speculative_decode(target: Model, draft: Model, prompt: Sequence[int], options: Decoding) -> Iterator[list[int]]:
     """Yields the tokens committed by each round: the accepted draft tokens and one token drawn by the target."""
     tokens = list(prompt)
-    end = len(tokens) + how.new_tokens
+    end = len(tokens) + options.new_tokens
     while len(tokens) < end:
-        block, draft_logits = propose(draft, tokens, min(how.draft_tokens, end - len(tokens) - 1), how)
+        block, draft_logits = propose(draft, tokens, min(options.draft_tokens, end - len(tokens) - 1), options)
         target_logits = target(tokens + block)[len(tokens) - 1 :]  # (block + 1, vocabulary)
-        accepted, next_token = verify(target_logits, draft_logits, block, len(tokens), how)
+        accepted, next_token = verify(target_logits, draft_logits, block, len(tokens), options)
         committed = [*block[:accepted], next_token]
-        stop = next((at for at, token in enumerate(committed) if token in how.stop_ids), None)
+        stop = next((at for at, token in enumerate(committed) if token in options.stop_ids), None)
         committed = committed if stop is None else committed[: stop + 1]
         tokens += committed
         yield committed
@@ -66,35 +66,35 @@ def speculative_decode(target: Model, draft: Model, prompt: Sequence[int], how: 
             return
 
 
-def propose(draft: Model, tokens: list[int], count: int, how: Decoding) -> tuple[list[int], list[Tensor]]:
+def propose(draft: Model, tokens: list[int], count: int, options: Decoding) -> tuple[list[int], list[Tensor]]:
     """Drafts `count` tokens one by one; returns the tokens and the logits of each."""
-    is_coupled = how.rule is Acceptance.COUPLED
-    seed, purpose = (how.seed, Purpose.DRAW) if is_coupled else (how.draft_seed, Purpose.DRAFT)
+    is_coupled = options.rule is Acceptance.COUPLED
+    seed, purpose = (options.seed, Purpose.DRAW) if is_coupled else (options.draft_seed, Purpose.DRAFT)
     block: list[int] = []
     rows: list[Tensor] = []
     for _ in range(count):
         rows.append(draft(tokens + block)[-1])
-        block.append(how.draw(rows[-1], seed, len(tokens) + len(block), purpose))
+        block.append(options.draw(rows[-1], seed, len(tokens) + len(block), purpose))
     return block, rows
 
 
 def verify(
-    target_logits: Tensor, draft_logits: Sequence[Tensor], block: Sequence[int], position: int, how: Decoding
+    target_logits: Tensor, draft_logits: Sequence[Tensor], block: Sequence[int], position: int, options: Decoding
 ) -> tuple[int, int]:
     """Returns the number of accepted tokens, and the recovered or bonus token that follows them.
 
     `target_logits` has shape (block + 1, vocabulary); `position` is the position of the block's first token.
     """
     for at, token in enumerate(block):
-        if how.rule is Acceptance.COUPLED or how.temperature == 0:
-            own = how.draw(target_logits[at], how.seed, position + at, Purpose.DRAW)
+        if options.rule is Acceptance.COUPLED or options.temperature == 0:
+            own = options.draw(target_logits[at], options.seed, position + at, Purpose.DRAW)
             if token != own:
                 return at, own
         else:
-            target_probs = torch.softmax(target_logits[at].double() / how.temperature, dim=-1)
-            draft_probs = torch.softmax(draft_logits[at].double() / how.temperature, dim=-1)
-            chance = uniform_scalar(key(how.seed, 0, position + at, Purpose.ACCEPT))
+            target_probs = torch.softmax(target_logits[at].double() / options.temperature, dim=-1)
+            draft_probs = torch.softmax(draft_logits[at].double() / options.temperature, dim=-1)
+            chance = uniform_scalar(key(options.seed, 0, position + at, Purpose.ACCEPT))
             if chance * draft_probs[token] >= target_probs[token]:
                 residual = (target_probs - draft_probs).clamp_min(0)
-                return at, gumbel_argmax(residual.log(), key(how.seed, 0, position + at, Purpose.RECOVER))
-    return len(block), how.draw(target_logits[-1], how.seed, position + len(block), Purpose.DRAW)
+                return at, gumbel_argmax(residual.log(), key(options.seed, 0, position + at, Purpose.RECOVER))
+    return len(block), options.draw(target_logits[-1], options.seed, position + len(block), Purpose.DRAW)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from actors.engine.executor import Engine, done_within
+from actors.engine.executor import Engine, finishes_within
 from actors.net.streams import Outbox, StatesOutbox
 from actors.tracing import NO_TRACING, SessionSpans
 from cluster.autoscaling import TargetReport
@@ -23,7 +23,7 @@ from cluster.errors import EngineError
 from cluster.page_allocator import SessionMemory
 from cluster.speculation.controller import PacingPolicy
 from cluster.telemetry import Timeline
-from cluster.trust import Refusals, not_permitted
+from cluster.trust import Refusals, ownership_refusal
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import StepPlan
 from cluster.watchdog import TimeoutPolicy, Watchdog
@@ -101,7 +101,7 @@ class GrammarGate:
         if (held := self._held.get(name)) is not None:
             if held.router != router:
                 self._refusals.note(router, "an Open of another router's session", name)
-                self._refuse(router, not_permitted(request))
+                self._refuse(router, ownership_refusal(request))
                 return True
             if held.open.attempt >= request.attempt:
                 return True
@@ -237,7 +237,7 @@ class TargetReplica:
         limit_s = self._progress.begin_task(expected_s, self._clock())
         task = asyncio.ensure_future(work)
         try:
-            if await done_within(limit_s, task):
+            if await finishes_within(limit_s, task):
                 return task.result()
             expected = "" if expected_s is None else f", and was expected to take {expected_s:.3g} s"
             raise EngineError(f"a step took longer than {limit_s:.3g} s{expected}")

@@ -141,7 +141,7 @@ def dflash(weights: Weights) -> Head:
     return weights.config(block_size=8, dflash_config=options), tensors
 
 
-MAKERS: Mapping[str, Callable[[Weights], Head]] = MappingProxyType(
+PROCESSOR_FACTORIES: Mapping[str, Callable[[Weights], Head]] = MappingProxyType(
     {"eagle3": eagle3, "eagle1": eagle1, "medusa": medusa, "mlp_speculator": mlp_speculator, "dflash": dflash}
 )
 
@@ -150,7 +150,7 @@ def random_head(name: str, target: Path, folder: Path) -> Path:
     """Writes the head into `folder` unless the folder exists; returns the folder."""
     if not folder.is_dir():
         folder.mkdir(parents=True)
-        config, tensors = MAKERS[name](Weights(target))
+        config, tensors = PROCESSOR_FACTORIES[name](Weights(target))
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         save_file(tensors, folder / "model.safetensors")
     return folder

@@ -61,7 +61,7 @@ class Refusals:
             self._logged.popitem(last=False)
 
 
-def not_permitted(request: Open) -> Refusal:
+def ownership_refusal(request: Open) -> Refusal:
     """Returns the refusal of an unauthorized request; its message reveals no details."""
     return Refusal(request.session, request.attempt, RefusalReason.INVALID, "not permitted")
 

@@ -278,7 +278,7 @@ def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
         target_tokens=files.tokens,
         target=config.model.target,
         states=states,
-        makers=() if grammars is None else (grammars.draft_masking,),
+        processor_factories=() if grammars is None else (grammars.draft_masking,),
         recorder=recorder,
     )
     max_sessions = config.draft.max_sessions

@@ -295,7 +295,7 @@ def at_drafter(sent: Sequence[Sent]) -> None:
     def draft() -> None:
         drafting = drafter.scheduler.next_pass(4, 4)
         if not drafting.is_empty:
-            drafter._offer(make_pass(method, drafting, lambda: True))
+            drafter._queue_proposals(make_pass(method, drafting, lambda: True))
 
     prefix = Prefix(KEY, PROMPT)
     for number, item in enumerate(sent):

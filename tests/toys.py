@@ -64,6 +64,6 @@ def toy_draft_model(
         torch.arange(columns),
         DraftCache(pages, page_size),
         DraftingLimits(top_k=top_k or columns, weight_scale=weight_scale),
-        makers=() if grammars is None else (grammars.draft_masking,),
+        processor_factories=() if grammars is None else (grammars.draft_masking,),
         **options,
     )

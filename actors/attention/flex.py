@@ -42,7 +42,7 @@ class FlexPlan:
     def __init__(self, rows: Sequence[InputRow], cache: PagedCache, kernel: Callable[..., Tensor]) -> None:
         self._kernel = kernel
         self._page_size = cache.page_size
-        self._pages = cache.nowhere // cache.page_size + 1  # pages of the pool, including the padding page
+        self._pages = cache.padding_slot // cache.page_size + 1  # pages of the pool, including the padding page
         self._rows = len(rows)
         used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
         row_of = [index for index, row in enumerate(rows) for _ in row.tokens]
@@ -58,7 +58,7 @@ class FlexPlan:
             [len(pages) for pages in blocks],
             [index * self._pages + at for index, pages in enumerate(blocks) for at in range(len(pages))],
             [page for pages in blocks for page in pages],
-            [page * cache.page_size + at for page, at in _behind_the_ends(rows, cache.page_size)],
+            [page * cache.page_size + at for page, at in _slots_beyond_ends(rows, cache.page_size)],
         ]
         self._has_trees = any(row.parents for row in rows)
         if self._has_trees:
@@ -84,7 +84,7 @@ class FlexPlan:
             self._masks[window] = self._block_mask(window, len(query), len(pool))
         keys, values = (part.flatten(0, 1).transpose(0, 1).unsqueeze(0) for part in pages_of(pool, self._page_size))
         attended = self._kernel(
-            _laid_out(query).transpose(0, 1).unsqueeze(0),
+            _padded_heads(query).transpose(0, 1).unsqueeze(0),
             keys,
             values,
             block_mask=self._masks[window],
@@ -111,12 +111,12 @@ class FlexPlan:
             self._counts,
             self._blocks,
             BLOCK_SIZE=(QUERY_BLOCK, self._page_size),
-            mask_mod=self._seen_in_trees(window) if self._has_trees else seen,
+            mask_mod=self._tree_visibility(window) if self._has_trees else seen,
             seq_lengths=(queries, keys),
             compute_q_blocks=False,  # used only by the backward pass
         )
 
-    def _seen_in_trees(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def _tree_visibility(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """Returns the mask function for trees: a node sees the text before the tree and the nodes on its path."""
         row_of = self._row_of
         positions = self._positions
@@ -143,7 +143,7 @@ class FlexPlan:
         return seen
 
 
-def _laid_out(query: Tensor) -> Tensor:
+def _padded_heads(query: Tensor) -> Tensor:
     """Returns a contiguous copy, since torch compiles one kernel per memory layout."""
     return query.flatten().view(query.shape)
 
@@ -168,7 +168,7 @@ def _tree_integers(rows: Sequence[InputRow]) -> list[list[int]]:
     ]
 
 
-def _behind_the_ends(rows: Sequence[InputRow], page_size: int) -> Iterator[tuple[int, int]]:
+def _slots_beyond_ends(rows: Sequence[InputRow], page_size: int) -> Iterator[tuple[int, int]]:
     """Yields (page, offset) of each unwritten position in the rows' last pages.
 
     A partly written page belongs to exactly one row.

@@ -230,4 +230,4 @@ def _slots(tables: Tensor, ends: Tensor, keys: int, cache: PagedCache) -> Tensor
     size = cache.page_size
     slots = tables.unsqueeze(2) * size + torch.arange(size, device=tables.device)
     beyond = torch.arange(keys, device=tables.device) >= ends.unsqueeze(1)
-    return slots.view(len(tables), -1)[:, :keys].masked_fill(beyond, cache.nowhere).reshape(-1)
+    return slots.view(len(tables), -1)[:, :keys].masked_fill(beyond, cache.padding_slot).reshape(-1)

@@ -119,7 +119,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TriedBackend:
     """Result of one backend's trial: milliseconds of attention per step, or the reason why the backend is unusable."""
 
     name: str
@@ -133,7 +133,7 @@ class AttentionReport:
     """The selected backend and all trials; `tried` is empty if only one backend applies."""
 
     chosen: str
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[TriedBackend, ...] = ()
     takes_trees: bool = True
 
     @property
@@ -172,7 +172,7 @@ class Trial:
     def attend(self, backend: AttentionBackend, window: int | None, trees: bool = False) -> Tensor:
         """Returns the result of one layer with chains or trees; sets memory outside the rows to NaN."""
         pool = self._cache.layer(0, self._shape.kv_heads, self._shape.head_dim)
-        pool[: self._cache.nowhere] = torch.nan
+        pool[: self._cache.padding_slot] = torch.nan
         size = self._shape.page_size
         for row, old in zip(self._rows, self._old, strict=True):
             pages = torch.tensor(row.pages, device=pool.device)
@@ -207,23 +207,23 @@ class Trial:
 
 
 def fastest(
-    makes: Mapping[str, Make], trial: Trial, tolerance: float, clock: Callable[[], float] = time.perf_counter
+    factories: Mapping[str, Make], trial: Trial, tolerance: float, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[AttentionBackend, AttentionReport]:
     """Returns the fastest correct backend; `SdpaGather` is the reference and always a candidate."""
     reference = SdpaGather()
     best: AttentionBackend = reference
     best_ms = _step_ms(reference, trial, clock)
-    chosen = Tried(reference.name, best_ms)
+    chosen = TriedBackend(reference.name, best_ms)
     tried = [chosen]
-    for name, make in makes.items():
+    for name, make in factories.items():
         try:
             backend = make()
             _check(backend, trial, reference, tolerance)
             step_ms = _step_ms(backend, trial, clock)
         except BACKEND_ERRORS as error:
-            tried.append(Tried(name, None, f"{type(error).__name__}: {error}"))
+            tried.append(TriedBackend(name, None, f"{type(error).__name__}: {error}"))
             continue
-        tried.append(Tried(name, step_ms, no_trees=_no_trees(backend, trial, reference, tolerance)))
+        tried.append(TriedBackend(name, step_ms, no_trees=_no_trees(backend, trial, reference, tolerance)))
         if step_ms < best_ms:
             best = backend
             best_ms = step_ms
@@ -250,9 +250,9 @@ def _check(
         expected = trial.attend(reference, window, trees)
         outputs = trial.attend(backend, window, trees)
         if not torch.allclose(outputs, expected, atol=tolerance, rtol=tolerance):
-            furthest = float((outputs.float() - expected.float()).abs().max())
+            max_deviation = float((outputs.float() - expected.float()).abs().max())
             raise ValueError(
-                f"its result is off by {furthest:.3g} with window {window}; at most {tolerance:.3g} is allowed"
+                f"its result is off by {max_deviation:.3g} with window {window}; at most {tolerance:.3g} is allowed"
             )
 
 
@@ -272,13 +272,13 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[Atten
     """Measures the backends on a GPU and returns the fastest correct one. On a CPU, only `SdpaGather` works."""
     if device.type != "cuda":
         return SdpaGather(), AttentionReport(SdpaGather.name)
-    makes: dict[str, Make] = {
+    factories: dict[str, Make] = {
         "flashinfer": lambda: flashinfer_for(device),
         "flex": lambda: flex_for(shape.page_size),
         "varlen": lambda: varlen_for(device),  # last, since it replaces kernels of torch
     }
     trial = Trial(shape, device)
-    backend, report = fastest(makes, trial, TOLERANCE[shape.dtype])
+    backend, report = fastest(factories, trial, TOLERANCE[shape.dtype])
     trial.build(backend, report.takes_trees)
     if backend.name != "varlen":
         restore_flash_attention_impl(_raise_warn=False)

@@ -85,7 +85,7 @@ class PagedCache:
 
     def __init__(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size = page_size
-        self.nowhere = pages * page_size  # first slot of an extra page of zeros, read by padding
+        self.padding_slot = pages * page_size  # first slot of an extra page of zeros, read by padding
         self._positions = (pages + 1) * page_size
         self.dtype = dtype
         self.device = device
@@ -99,7 +99,7 @@ class PagedCache:
         if index not in self._layers:
             shape = (self._positions, 2 * kv_heads, head_dim)
             self._layers[index] = torch.empty(shape, dtype=self.dtype, device=self.device)
-            self._layers[index][self.nowhere :] = 0
+            self._layers[index][self.padding_slot :] = 0
         return self._layers[index]
 
     def move(self, moves: Sequence[SlotMove]) -> None:

@@ -9,7 +9,7 @@ from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
-from actors.models.checkpoint import folder_with, of_layers
+from actors.models.checkpoint import folder_with, layer_names
 from actors.models.layer_subset import load_layers
 from cluster.config import DraftPool
 
@@ -19,5 +19,5 @@ def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
     device = device_of(draft.resources)
     products = choose_products(draft.draft_model.quantization, setup.dtype, device)
     layers = draft.layer_skip.ids
-    model = load_layers(folder_with(setup.target, of_layers(layers)), layers, products.dtype_name, device)
+    model = load_layers(folder_with(setup.target, layer_names(layers)), layers, products.dtype_name, device)
     return draft_with(model, products.product, draft, setup)

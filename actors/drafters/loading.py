@@ -90,7 +90,7 @@ def draft_with(
         masks=parts.masks,
         head=parts.head,
         calibration=calibration,
-        makers=setup.makers,
+        processor_factories=setup.processor_factories,
         load=_Successors(draft, setup, model, runner, pages) if beside else None,
     )
 

@@ -27,7 +27,7 @@ from protos.messages import StateDtype, StatesFormat, StatesNeeded
 
 if TYPE_CHECKING:
     from actors.compute.hidden_states import CaptureSpec, StateProjection
-    from actors.sampling.logits_processors import Maker
+    from actors.sampling.logits_processors import ProcessorFactory
 
 
 @value
@@ -40,7 +40,7 @@ class DraftSetup:
     target_tokens: Mapping[int, str]  # token strings by id; other ids are never proposed
     target: str  # Hugging Face id or folder of the target, whose weights some methods use
     states: StatesFormat | None = None  # encoding of the target's hidden states, if the method reads them
-    makers: "tuple[Maker, ...]" = ()  # additional factories of logits processors, with inputs other than the Open
+    processor_factories: "tuple[ProcessorFactory, ...]" = ()  # additional ones, with inputs other than the Open
     recorder: RecordsStates | None = None  # keeps the hidden states of sessions that the draft may learn from
 
 

@@ -1,8 +1,8 @@
 """Executes the target's steps on one rank: rows in, decisions out. Sampling and acceptance run on the logits' device.
 
 The executor stores the tokens fed for each session. It knows neither a row's purpose nor the owners of cache pages.
-`Engine` is its asynchronous interface, with one awaitable call per step. `done_within` is a timeout that excludes time
-during which this process was suspended.
+`Engine` is its asynchronous interface, with one awaitable call per step. `finishes_within` is a timeout that excludes
+time during which this process was suspended.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from actors.compute.kv_cache import InputRow
 from actors.engine.runner import Runner
 from actors.grammars import GrammarCompiler
 from actors.sampling.acceptance import DrawAddress, PendingBlock, decide
-from actors.sampling.logits_processors import MAKERS, Maker, ProcessorChain, chain_of
+from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorChain, ProcessorFactory, chain_of
 from actors.sampling.scoring import decided_scores, margin, score
 from cluster.verification.step import Outcome, Row, StateRead, StepPlan, with_states_of_rows
 from protos.messages import Open, TokenScore
@@ -52,11 +52,13 @@ class StepExecutor:
         self,
         runner: Runner,
         vocabulary: int,
-        makers: tuple[Maker, ...] = MAKERS,
+        processor_factories: tuple[ProcessorFactory, ...] = PROCESSOR_FACTORIES,
         grammars: GrammarCompiler | None = None,  # None: grammars are not supported
     ) -> None:
         self._runner = runner
-        self._makers = makers if grammars is None else (*makers, grammars.masking)  # factories of logits processors
+        self._factories = (
+            processor_factories if grammars is None else (*processor_factories, grammars.masking)
+        )  # factories of logits processors
         self._grammars = grammars
         self._vocabulary = vocabulary
         self._sessions: dict[str, _SessionState] = {}
@@ -86,7 +88,7 @@ class StepExecutor:
     def _opened(self, request: Open) -> _SessionState:
         is_begun = len(request.tokens) > request.prompt_len  # the prompt's scores were sent with the first tokens
         scores: list[TokenScore] | None = None if request.scoring.prompt_top is None or is_begun else []
-        return _SessionState(request, list(request.tokens), chain_of(request, self._makers), scores)
+        return _SessionState(request, list(request.tokens), chain_of(request, self._factories), scores)
 
     def prepare(self, grammar: str) -> str | None:
         """Compiles a grammar for a future session; returns an error message, or None on success. Safe during a step."""
@@ -177,7 +179,7 @@ class StepExecutor:
 CHECK_PERIOD_S = 1.0  # seconds between checks; one suspension counts at most this long
 
 
-async def done_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
+async def finishes_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
     """Returns whether the future completes within the limit.
 
     A suspension of the process or the machine counts only CHECK_PERIOD_S, because the result may be ready but unread.

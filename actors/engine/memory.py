@@ -35,7 +35,7 @@ def free_bytes(device: torch.device) -> int:
     return min([free, *(int(limit) for limit in limits if limit.isdigit())])
 
 
-def left_of_share(device: torch.device, share: float) -> int:
+def remaining_share(device: torch.device, share: float) -> int:
     """Returns the bytes that a process may still allocate of its share of a GPU."""
     total = int(torch.cuda.mem_get_info(device)[1])
     return int(share * total) - int(torch.cuda.memory_reserved(device))
@@ -51,7 +51,7 @@ def page_count(
     else:
         free = free_bytes(device)
         if device.type == "cuda":
-            free = min(free, left_of_share(device, gpu_share))
+            free = min(free, remaining_share(device, gpu_share))
         room = int(free * SHARE_OF_FREE[device.type]) // bytes_each
         pages = min(room, sessions * per_session)
     if pages < per_session:

@@ -34,7 +34,7 @@ from actors.attention.select_backend import AttentionReport, attention_shape, ch
 from actors.compute.collectives import Group, SingleRank, join
 from actors.compute.hidden_states import CaptureSpec, StateCapture, StateProjection
 from actors.compute.kv_cache import InputRow
-from actors.engine.executor import StepExecutor, done_within
+from actors.engine.executor import StepExecutor, finishes_within
 from actors.engine.memory import page_count, state_bytes
 from actors.engine.process import device_of, use_cpu
 from actors.engine.runner import ModelRunner, Runner, profile_steps
@@ -53,7 +53,7 @@ from cluster.verification.step import Outcome, StateRead, StepPlan
 Done = TypeVar("Done")
 
 
-async def first_to_end(running: Sequence[Awaitable[Any]]) -> NoReturn:
+async def raise_when_any_ends(running: Sequence[Awaitable[Any]]) -> NoReturn:
     """Waits until any of these ends, which is always a failure, then raises EngineError."""
     tasks = [asyncio.ensure_future(reference) for reference in running]
     try:
@@ -68,12 +68,12 @@ async def first_to_end(running: Sequence[Awaitable[Any]]) -> NoReturn:
     raise EngineError("a tensor-parallel rank has ended")
 
 
-async def while_running(work: Awaitable[Done], running: Sequence[Awaitable[Any]]) -> Done:
+async def or_rank_failure(work: Awaitable[Done], running: Sequence[Awaitable[Any]]) -> Done:
     """Returns the result of `work`, which may block on a dead rank. Raises EngineError as soon as a rank ends."""
     if not running:
         return await work
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(first_to_end(running))
+    watching = asyncio.ensure_future(raise_when_any_ends(running))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else watching.result()
@@ -261,7 +261,7 @@ class Rank:
         self._leading: Runner | None = None  # runs the forward on all ranks
         self._pages = 0
         self._listener: StepListener | None = None
-        self._aside: StepListener | None = None
+        self._grammar_listener: StepListener | None = None
 
     def free_address(self) -> str:
         """Returns an address with a free port on this rank's node, at which the group initialises."""
@@ -333,15 +333,15 @@ class Rank:
         steps.
         """
         self._listener = StepListener()
-        self._aside = StepListener()
-        return self._listener.path, self._aside.path
+        self._grammar_listener = StepListener()
+        return self._listener.path, self._grammar_listener.path
 
     def lead(self) -> None:
         """Computes step plans on the leader until the coordinator disconnects."""
         assert self._executor is not None, "allocate first"
         assert self._listener is not None, "listen first"
-        assert self._aside is not None, "listen first"
-        Thread(target=self._aside.serve, args=(self._executor.prepare,), daemon=True).start()
+        assert self._grammar_listener is not None, "listen first"
+        Thread(target=self._grammar_listener.serve, args=(self._executor.prepare,), daemon=True).start()
         self._listener.serve(self._executor.answer)
 
 
@@ -354,7 +354,7 @@ class RankGroup:
         reports: Sequence[RankReport],
         step_cost: ForwardCost,
         leader: StepCaller,
-        aside: StepCaller,
+        grammar_caller: StepCaller,
         running: Sequence[Any],
     ) -> None:
         self.reports = tuple(reports)  # by rank
@@ -364,8 +364,8 @@ class RankGroup:
         self.step_cost = step_cost  # measured before serving
         self._ranks = ranks
         self._leader = leader
-        self._aside = aside
-        self._aside_turn = asyncio.Lock()
+        self._grammar_caller = grammar_caller
+        self._grammar_lock = asyncio.Lock()
         self._running = running  # one unfinished call per rank; each ends only when its rank fails
         self._is_hung = asyncio.Event()  # set if a live rank does not answer
 
@@ -388,10 +388,10 @@ class RankGroup:
         pages = min(report.pages for report in reports)
         await asyncio.gather(*(rank.allocate.remote(pages) for rank in ranks))
         following = [rank.follow.remote() for rank in followers]
-        step_cost: ForwardCost = await while_running(leader.profile.remote(), following)
-        steps, aside = await leader.listen.remote()
+        step_cost: ForwardCost = await or_rank_failure(leader.profile.remote(), following)
+        steps_path, grammar_path = await leader.listen.remote()
         leading = leader.lead.remote()
-        callers = await StepCaller.dial(steps), await StepCaller.dial(aside)
+        callers = await StepCaller.dial(steps_path), await StepCaller.dial(grammar_path)
         return cls(ranks, reports, step_cost, *callers, [leading, *following])
 
     async def step(self, plan: StepPlan) -> list[Outcome]:
@@ -410,9 +410,9 @@ class RankGroup:
 
     async def _prepare(self, grammar: str) -> str | None:
         try:
-            async with self._aside_turn:
-                call = asyncio.ensure_future(self._aside.call(grammar))
-                if not await done_within(PREPARE_S, call):
+            async with self._grammar_lock:
+                call = asyncio.ensure_future(self._grammar_caller.call(grammar))
+                if not await finishes_within(PREPARE_S, call):
                     call.cancel()
                     self._is_hung.set()
                     await self.watch()
@@ -429,14 +429,14 @@ class RankGroup:
 
     async def watch(self) -> NoReturn:
         """Waits until a rank ends or hangs, then raises EngineError."""
-        await first_to_end([*self._running, self._hung()])
+        await raise_when_any_ends([*self._running, self._raise_if_hung()])
 
-    async def _hung(self) -> NoReturn:
+    async def _raise_if_hung(self) -> NoReturn:
         await self._is_hung.wait()
         raise EngineError(f"a rank has not compiled a grammar within {PREPARE_S:g} s")
 
     async def close(self) -> None:
         self._leader.close()
-        self._aside.close()
+        self._grammar_caller.close()
         for rank in self._ranks:
             ray.kill(rank)

@@ -20,7 +20,7 @@ from actors.drafters.heads.eagle.config import (
 )
 from actors.drafters.heads.eagle.weights import EagleReader
 from actors.drafters.heads.files import HEAD, HeadFiles, folder_to_borrow_from, head_folder, read_head
-from actors.drafters.heads.medusa import borrowed_tensors_of, heads_alone, names_of, resolve_medusa
+from actors.drafters.heads.medusa import borrowed_tensors_of, names_of, resolve_medusa, without_base_model
 from actors.drafters.heads.mlp_speculator import ALIASES, resolve_mlp_speculator
 from actors.drafters.heads.projection import unchanged
 from actors.drafters.heads.rope import rotary_of, target_shape
@@ -49,7 +49,7 @@ def head_learning(draft: DraftPool, target: str) -> HeadLearning:
     borrowed: list[tuple[str, ...]] = []
     load: Callable[..., LoadedHead] = load_mlp_speculator
     if draft.model_method == "medusa":
-        borrowed, load = borrowed_tensors_of(heads_alone(stored)), load_medusa
+        borrowed, load = borrowed_tensors_of(without_base_model(stored)), load_medusa
     elif draft.model_method == "eagle":
         borrowed = borrowed_tensors(canonical(stored).tensors)
         is_projected = draft.states.projects_at_target(needed)
@@ -103,7 +103,7 @@ def load_medusa(folder: Path, target: Path) -> LoadedHead:
     Raises ModelError if they do not fit the target.
     """
     stored = read_head(folder)
-    files = heads_alone(stored)
+    files = without_base_model(stored)
     config = resolve_medusa(files, target_shape(target))
     names = names_of(files)
     weights = _Weights(files)

@@ -39,10 +39,10 @@ from actors.models.weights import (
     check_has_weights,
     check_no_strays,
     check_tensors,
+    check_tensors_match,
     fill,
     indexed_files,
-    misfit,
-    refuse_misfits,
+    mismatch,
     report,
     stored_tensors,
 )
@@ -92,7 +92,7 @@ def vocabulary(folder: Path) -> dict[int, str]:
     return tokens
 
 
-def surplus_tokens(folder: Path) -> str:
+def extra_tokens(folder: Path) -> str:
     """Returns a warning about tokens without an embedding; empty if there are none."""
     rows = embedding_rows(folder)
     tokenizer = load_tokenizer(folder)
@@ -264,7 +264,7 @@ def _read(
 ) -> PreTrainedModel:
     """Reads safetensors directly. If they need conversion, uses transformers, which supports only one rank."""
     model = empty_model(folder, config, dtype)
-    reason = misfit(model, stored)
+    reason = mismatch(model, stored)
     if reason and group.size > 1:
         raise ModelError(
             f"{folder} cannot be split over {group.size} ranks while loading: {reason}; use"
@@ -291,7 +291,7 @@ def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: t
     )
     misshapen = {name: (tuple(shape), tuple(expected)) for name, shape, expected in loading["mismatched_keys"]}
     shapes = {key: tensor.shape for key, tensor in stored.items()}
-    refuse_misfits(model, folder, loading["missing_keys"], loading["unexpected_keys"], misshapen, shapes)
+    check_tensors_match(model, folder, loading["missing_keys"], loading["unexpected_keys"], misshapen, shapes)
     check_finite(model, folder)
     return model
 
@@ -319,11 +319,11 @@ def _mlp_widths(config: Any) -> set[int]:
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
-Wanted = Callable[[Collection[str]], Collection[str]]
+NameFilter = Callable[[Collection[str]], Collection[str]]
 """Selects names from a checkpoint's tensor names."""
 
 
-def folder_with(name: str, wanted: Wanted) -> Path:
+def folder_with(name: str, wanted: NameFilter) -> Path:
     """Returns a checkpoint's folder, which contains at least the wanted tensors. Does not change a local folder.
 
     Downloads a single-file checkpoint in full. Raises ModelError under the same conditions as `local_folder`.
@@ -337,7 +337,7 @@ def folder_with(name: str, wanted: Wanted) -> Path:
     return fetched(name, sorted({files[tensor] for tensor in wanted(files.keys())}))
 
 
-def of_layers(layers: Collection[int]) -> Wanted:
+def layer_names(layers: Collection[int]) -> NameFilter:
     """Selects the tensors of these layers and all tensors outside layers."""
 
     def wanted(names: Collection[str]) -> list[str]:
@@ -347,7 +347,7 @@ def of_layers(layers: Collection[int]) -> Wanted:
     return wanted
 
 
-def first_of_each(groups: Sequence[Sequence[str]]) -> Wanted:
+def first_existing(groups: Sequence[Sequence[str]]) -> NameFilter:
     """Selects from each group the first tensor in the checkpoint."""
 
     def wanted(names: Collection[str]) -> list[str]:

@@ -235,7 +235,7 @@ class LlamaDecoder:
         self._layers = [_layer(module, product) for module in body.layers]
         self._least_rows = self._layers[0].qkv.fastest_rows
         self._norm = _norm(body.norm)
-        self._head = _alone(model.get_output_embeddings(), product)
+        self._head = _single_projection(model.get_output_embeddings(), product)
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
         states: list[Tensor] = []
@@ -280,13 +280,13 @@ def _layer(module: Any, product: Product) -> Layer:
     mlp = module.mlp
     return Layer(
         attention_norm=_norm(module.input_layernorm),
-        qkv=_together(product, attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_combined_projection(product, attention.q_proj, attention.k_proj, attention.v_proj),
         query_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         key_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        attention_out=_alone(attention.o_proj, product),
+        attention_out=_single_projection(attention.o_proj, product),
         mlp_norm=_norm(module.post_attention_layernorm),
-        gate_up=_together(product, mlp.gate_proj, mlp.up_proj),
-        down=_alone(mlp.down_proj, product),
+        gate_up=_combined_projection(product, mlp.gate_proj, mlp.up_proj),
+        down=_single_projection(mlp.down_proj, product),
         scaling=attention.scaling,
         window=_window(attention),
     )
@@ -299,7 +299,7 @@ def _window(attention: Any) -> int | None:
     return window
 
 
-def _together(product: Product, *linears: nn.Linear) -> Projection:
+def _combined_projection(product: Product, *linears: nn.Linear) -> Projection:
     """Fuses linear layers with the same input into one product."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
@@ -307,7 +307,7 @@ def _together(product: Product, *linears: nn.Linear) -> Projection:
     return product(weight, torch.cat(biases) if biases else None)
 
 
-def _alone(linear: nn.Linear, product: Product) -> Projection:
+def _single_projection(linear: nn.Linear, product: Product) -> Projection:
     """Returns one layer's product; combines the ranks' parts as the layer does."""
     if isinstance(linear, RowParallelLinear):
         return SharedProjection(product(linear.weight, None), linear.reduce)

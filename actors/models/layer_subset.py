@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.models.checkpoint import empty_model
 from actors.models.config_reader import read_config
-from actors.models.weights import Stored, fill, misfit, stored_tensors
+from actors.models.weights import Stored, fill, mismatch, stored_tensors
 from cluster.errors import ModelError
 
 
@@ -36,7 +36,7 @@ def load_layers(folder: Path, layers: Sequence[int], dtype: str, device: torch.d
     check_layers(folder, layers)
     model = empty_model(folder, _config_of(read_config(folder), layers), dtype)
     stored = _renumbered(stored_tensors(folder, partial=True), _name_of_layers(model), layers)
-    if reason := misfit(model, stored):
+    if reason := mismatch(model, stored):
         raise ModelError(
             f"single layers of {folder} cannot be read: {reason}; use another draft.method, or save the checkpoint with"
             " transformers' save_pretrained first"

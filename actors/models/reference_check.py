@@ -308,10 +308,10 @@ class _CheckedRank:
         logits = self._decode(batch).logits
         self._check_attention(batch.attended)
         expected = torch.cat([part.expected for part in parts])
-        furthest = float((logits - expected).abs().max() / expected.abs().max())
-        if not furthest < TOLERANCE:  # also true for NaN
+        deviation = float((logits - expected).abs().max() / expected.abs().max())
+        if not deviation < TOLERANCE:  # also true for NaN
             raise _DifferentLogitsError(
-                f"its logits differ by {furthest:.2g} of the largest logit from transformers' own forward, compared"
+                f"its logits differ by {deviation:.2g} of the largest logit from transformers' own forward, compared"
                 f" for {what} with small random weights"
             )
 

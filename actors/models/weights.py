@@ -164,10 +164,10 @@ def check_tensors(model: PreTrainedModel, shapes: Mapping[str, Shape | None], fo
         for name, shape in stored_shapes.items()
         if shape is not None and shape != expected[name].shape
     }
-    refuse_misfits(model, folder, missing, surplus, misshapen, shapes)
+    check_tensors_match(model, folder, missing, surplus, misshapen, shapes)
 
 
-def refuse_misfits(
+def check_tensors_match(
     model: PreTrainedModel,
     folder: Path,
     missing: Iterable[str],
@@ -204,7 +204,7 @@ def refuse_misfits(
     )
 
 
-def misfit(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
+def mismatch(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
     """Returns the reason why tensors cannot be read directly into this model's parameters; empty if they can."""
     if getattr(model.config, "quantization_config", None):
         return "its weights are quantised"

@@ -28,28 +28,28 @@ class Handshakes:
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
         self._loop = asyncio.get_running_loop()
-        self._begun = 0  # pending handshakes: started within the timeout
-        self._passed = 0  # pending handshakes already followed by a call
+        self._pending = 0  # pending handshakes: started within the timeout
+        self._with_call = 0  # pending handshakes already followed by a call
 
-    def begins(self) -> None:
+    def on_handshake(self) -> None:
         """Records the start of a handshake; called in a gRPC thread, sometimes after the loop has closed."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._begins)
+            self._loop.call_soon_threadsafe(self._add_pending)
 
-    def called(self) -> None:
+    def on_call(self) -> None:
         """Records a call, which proves that one handshake succeeded. Peers rarely make more than one call per
         connection.
         """
-        self._passed = min(self._passed + 1, self._begun)
+        self._with_call = min(self._with_call + 1, self._pending)
 
-    def _begins(self) -> None:
-        self._begun += 1
-        self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._look)
+    def _add_pending(self) -> None:
+        self._pending += 1
+        self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._check_one)
 
-    def _look(self) -> None:
-        self._begun -= 1
-        if self._passed:
-            self._passed -= 1
+    def _check_one(self) -> None:
+        self._pending -= 1
+        if self._with_call:
+            self._with_call -= 1
         else:
             self._refusals.note("somebody", NO_HANDSHAKE)
 
@@ -74,7 +74,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """Authenticates calls to every service, gRPC reflection included, so that a stranger cannot even list the
         services.
         """
-        self.handshakes.called()
+        self.handshakes.on_call()
         if self._credentials.belongs(details.invocation_metadata):
             return await continuation(details)
         return self._rejecting

@@ -133,8 +133,8 @@ class Credentials(Protocol):
         """Metadata that this process sends with each stream it opens."""
         ...
 
-    def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
-        """Binds a server; returns the port. Calls `begins`, in any thread, when a TLS handshake begins."""
+    def listen(self, server: grpc.aio.Server, host: str, port: int, on_handshake: Callable[[], None] = ignore) -> int:
+        """Binds a server; returns the port. Calls `on_handshake`, in any thread, when a TLS handshake begins."""
         ...
 
     def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
@@ -158,7 +158,7 @@ class NoCredentials:
     def __init__(self, insecure: bool = False) -> None:
         self._insecure = insecure
 
-    def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
+    def listen(self, server: grpc.aio.Server, host: str, port: int, on_handshake: Callable[[], None] = ignore) -> int:
         if not self._insecure and not is_loopback(host):
             raise ConfigError(
                 f"trust: a gRPC server is to listen on {host}, beyond this machine, without authentication;"
@@ -188,7 +188,7 @@ class TokenFile:
     def metadata(self) -> Metadata:
         return ((AUTHORIZATION, f"Bearer {self._current()[0]}"),)
 
-    def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
+    def listen(self, server: grpc.aio.Server, host: str, port: int, on_handshake: Callable[[], None] = ignore) -> int:
         return server.add_insecure_port(f"{host}:{port}")
 
     def dial(self, address: str, peer: PeerRole) -> grpc.aio.Channel:
@@ -230,13 +230,13 @@ class MutualTls:
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
 
-    def listen(self, server: grpc.aio.Server, host: str, port: int, begins: Callable[[], None] = ignore) -> int:
+    def listen(self, server: grpc.aio.Server, host: str, port: int, on_handshake: Callable[[], None] = ignore) -> int:
         served = self._files.current()
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
             """Called at each handshake; returns a changed configuration, or None to keep the current one."""
             nonlocal served
-            begins()
+            on_handshake()
             certificates = self._files.current()
             if certificates == served:
                 return None

@@ -22,7 +22,7 @@ from protos.codec import Decoded, decode, encode, encoded_bytes
 from protos.messages import MAX_STATES_BYTES, PROTOCOL_VERSION, Hello, Message, Welcome
 
 
-async def until_one_ends(*coroutines: Any) -> None:
+async def wait_until_any_ends(*coroutines: Any) -> None:
     """Runs coroutines until one ends, cancels the others, and raises the exception of the first, if any."""
     tasks = [asyncio.ensure_future(c) for c in coroutines]
     try:
@@ -196,8 +196,10 @@ async def converse(
             began = time.perf_counter()
             try:
                 decoded = decode_after_greeting(frame)
-                if unasked := on_frame(decoded):
-                    await asyncio.sleep(REST_FACTOR * (time.perf_counter() - began) * unasked / len(decoded.messages))
+                if unrequested := on_frame(decoded):
+                    await asyncio.sleep(
+                        REST_FACTOR * (time.perf_counter() - began) * unrequested / len(decoded.messages)
+                    )
             except InvalidFrame:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT)
 
@@ -205,7 +207,7 @@ async def converse(
         while True:
             await context.write(encode(reply_type, await outbox.take()))
 
-    await until_one_ends(read(), write(), outbox.overflow())
+    await wait_until_any_ends(read(), write(), outbox.overflow())
 
 
 # ---------------------------------------------------------------- dialing side
@@ -302,7 +304,7 @@ class Link:
             self._outbox = Outbox()
             self.is_up = True
             self._on_up()
-            await until_one_ends(self._read(stream), self._write(stream), self._outbox.overflow())
+            await wait_until_any_ends(self._read(stream), self._write(stream), self._outbox.overflow())
 
     async def _read(self, stream: Any) -> None:
         while (frame := await stream.read()) is not grpc.aio.EOF:

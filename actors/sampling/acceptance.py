@@ -32,7 +32,7 @@ from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling
 
 NOT_FINITE = -1  # token of a block with non-finite logits
-AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits per group; limited by CPU cache or GPU memory
+LOGITS_PER_GROUP = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits per group; limited by CPU cache or GPU memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +132,10 @@ def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision
     """
     row_ranges = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
     decisions: list[BlockDecision | None] = [None] * len(blocks)
-    for thorough in (False, True):
+    for exhaustive in (False, True):
         groups = _alike(blocks, [i for i, decision in enumerate(decisions) if decision is None], logits)
         answers = [
-            _decide_alike([blocks[i] for i in members], _rows(logits, [row_ranges[i] for i in members]), thorough)
+            _decide_alike([blocks[i] for i in members], _rows(logits, [row_ranges[i] for i in members]), exhaustive)
             for members in groups
         ]
         for members, decisions_read in zip(groups, _read(answers), strict=True):
@@ -147,7 +147,7 @@ def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision
 
 def _alike(blocks: Sequence[PendingBlock], indices: Sequence[int], logits: Tensor) -> list[list[int]]:
     """Groups the blocks at `indices` by rule and parameters, within the memory limit; returns the indices per group."""
-    most = max(1, AT_ONCE[logits.device.type] // logits.shape[1])  # maximum positions per group
+    most = max(1, LOGITS_PER_GROUP[logits.device.type] // logits.shape[1])  # maximum positions per group
     groups: dict[tuple[_Kind, int], list[int]] = defaultdict(list)
     before: Counter[_Kind] = Counter()  # positions grouped so far
     for index in indices:
@@ -178,7 +178,7 @@ def _rows(logits: Tensor, row_ranges: Sequence[range]) -> Tensor:
     return logits.index_select(0, to_device([list(chain(*row_ranges))], logits.device)[0])
 
 
-def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool) -> _OnDevice:
+def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, exhaustive: bool) -> _OnDevice:
     """Decides blocks with the same rule and parameters."""
     sampling = blocks[0].sampling
     if sampling.greedy and blocks[0].chain is None:
@@ -190,12 +190,12 @@ def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, thorough: bool
         logits = torch.cat([_processed(part, block) for part, block in zip(parts, blocks, strict=True)])
     if sampling.greedy:
         return _match(blocks, logits.max(dim=-1).indices, finite, None)
-    restricted = restrict(logits.to(torch.float32), sampling, thorough)
+    restricted = restrict(logits.to(torch.float32), sampling, exhaustive)
     if blocks[0].rule is Acceptance.REJECTION:
         return _accept_by_ratio(blocks, restricted, finite)
     keys = [block.at.key(offset, Purpose.DRAW) for block in blocks for offset in offsets(block.draft)]
     own = _draw(restricted.logits, to_device([keys], logits.device)[0], restricted.candidates)
-    return _match(blocks, own, finite, restricted.sure)
+    return _match(blocks, own, finite, restricted.is_exact)
 
 
 def _processed(logits: Tensor, block: PendingBlock) -> Tensor:
@@ -210,7 +210,7 @@ def _draw(scores: Tensor, keys: Tensor, candidates: Tensor | None) -> Tensor:
     return gumbel_argmaxes_among(scores, keys, candidates)
 
 
-def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, sure: Tensor | None) -> _OnDevice:
+def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, is_exact: Tensor | None) -> _OnDevice:
     """Accepts draft tokens that equal the target's own draws, `own`, (positions,)."""
     total = len(own)
     own = torch.where(finite, own, NOT_FINITE)
@@ -229,7 +229,7 @@ def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, sure: Te
             begin = end
         return decisions
 
-    return _OnDevice(own if sure is None else torch.cat([own, sure]), read)
+    return _OnDevice(own if is_exact is None else torch.cat([own, is_exact]), read)
 
 
 class _Grid:
@@ -273,19 +273,19 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite:
     candidates = None if target.candidates is None else target.candidates[here]
     token = _draw(left.log(), keys.view(grid.rows, -1)[row, accepted], candidates)
     token = torch.where(finite[row_at].all(dim=1), token, NOT_FINITE)
-    sure = target.sure[row_at].all(dim=1)
+    is_exact = target.is_exact[row_at].all(dim=1)
 
-    def decision(stood: int, token: int, sure: int) -> BlockDecision | None:
+    def decision(stood: int, token: int, is_exact: int) -> BlockDecision | None:
         if token == NOT_FINITE:
             return NOT_DECIDED
-        return BlockDecision(tuple(range(stood)), token) if sure else None
+        return BlockDecision(tuple(range(stood)), token) if is_exact else None
 
     def read(numbers: list[int]) -> list[BlockDecision | None]:
         count = grid.rows
         columns = zip(numbers[:count], numbers[count : 2 * count], numbers[2 * count :], strict=True)
         return [decision(*column) for column in columns]
 
-    return _OnDevice(torch.cat([accepted, token, sure]), read)
+    return _OnDevice(torch.cat([accepted, token, is_exact]), read)
 
 
 class _RatioInputs:

@@ -15,7 +15,7 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MULTIPLY_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MULTIPLY_2 = -7723592293110705685  # 0x94D049BB133111EB
 _SIGN = 1 << 63
-NOISE_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers per slice; fit in a CPU's cache, or fill a GPU
+NOISE_PER_GROUP = {"cpu": 1 << 16, "cuda": 1 << 22}  # numbers per slice; fit in a CPU's cache, or fill a GPU
 
 
 class Purpose(IntEnum):
@@ -76,7 +76,7 @@ def gumbel_argmax(scores: Tensor, at: int) -> int:
 def gumbel_argmaxes(scores: Tensor, keys: Tensor) -> Tensor:
     """Computes `gumbel_argmax` per row on the device: scores (rows, vocabulary), keys (rows,) -> tokens (rows,)."""
     ids = torch.arange(scores.shape[1], device=scores.device)
-    at_once = max(1, NOISE_AT_ONCE[scores.device.type] // len(ids))
+    at_once = max(1, NOISE_PER_GROUP[scores.device.type] // len(ids))
     parts = zip(torch.split(scores, at_once), torch.split(keys, at_once), strict=True)
     return torch.cat([(part + gumbels(some.unsqueeze(1), ids)).argmax(dim=-1) for part, some in parts])
 

@@ -23,7 +23,7 @@ processors skip all of this.
 
 Penalties: the repetition penalty applies to prompt and generated tokens, as in transformers. Frequency and presence
 penalties apply only to generated tokens, as in OpenAI's API. `chain_of` applies masks, then bias, then penalties, in
-vLLM's order. To add a processor, write a class and a maker, and add the maker to MAKERS.
+vLLM's order. To add a processor, write a class and a factory, and add it to `PROCESSOR_FACTORIES`.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class LogitsProcessor(Protocol):
         ...
 
 
-Maker = Callable[[Open], LogitsProcessor | None]
+ProcessorFactory = Callable[[Open], LogitsProcessor | None]
 """Creates one kind of processor for a session; returns None if the request does not need it.
 
 `advance` later receives the generated tokens in the Open.
@@ -260,13 +260,21 @@ def make_minimum_length(request: Open) -> MinimumLength | None:
     return MinimumLength(request.stop_ids, missing) if missing > 0 and request.stop_ids else None
 
 
-MAKERS: tuple[Maker, ...] = (make_allowed, make_bad_words, make_minimum_length, make_bias, make_penalties)
+PROCESSOR_FACTORIES: tuple[ProcessorFactory, ...] = (
+    make_allowed,
+    make_bad_words,
+    make_minimum_length,
+    make_bias,
+    make_penalties,
+)
 
 
-def chain_of(request: Open, makers: tuple[Maker, ...] = MAKERS) -> ProcessorChain | None:
+def chain_of(
+    request: Open, processor_factories: tuple[ProcessorFactory, ...] = PROCESSOR_FACTORIES
+) -> ProcessorChain | None:
     """Returns a session's processors; None if the request leaves logits unchanged.
 
-    Pass other `makers` for processors that need more than the Open, such as a tokenizer.
+    Pass other `processor_factories` for processors that need more than the Open, such as a tokenizer.
     """
-    processors = [processor for maker in makers if (processor := maker(request)) is not None]
+    processors = [processor for factory in processor_factories if (processor := factory(request)) is not None]
     return ProcessorChain(request, processors) if processors else None

@@ -17,7 +17,7 @@ from actors.sampling.gumbel import Purpose, gumbel
 from actors.sampling.logits_processors import ProcessorChain
 from protos.messages import Sampling, TokenScore
 
-ROWS_AT_ONCE = 64
+ROWS_PER_GROUP = 64
 
 
 def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenScore]:
@@ -28,7 +28,7 @@ def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[To
     width = min(max(tops), logits.shape[-1])
     parts = [
         _numbers(some, own, width)
-        for some, own in zip(torch.split(logits, ROWS_AT_ONCE), torch.split(ids, ROWS_AT_ONCE), strict=True)
+        for some, own in zip(torch.split(logits, ROWS_PER_GROUP), torch.split(ids, ROWS_PER_GROUP), strict=True)
     ]
     rows = torch.cat(parts).tolist()  # the only copy to the host
     return [_score(row, min(top, width), width) for row, top in zip(rows, tops, strict=True)]

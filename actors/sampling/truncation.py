@@ -17,12 +17,12 @@ CANDIDATES = 1024  # maximum tokens examined by top-k and top-p without a full s
 class Restricted:
     """Scaled and masked logits, (positions, vocabulary).
 
-    `sure`, (positions,), marks the positions with exact logits. There, `candidates`, (positions, count), contain all
-    remaining tokens and possibly others; None: any token may remain.
+    `is_exact`, (positions,), marks the positions with exact logits. There, `candidates`, (positions, count), contain
+    all remaining tokens and possibly others; None: any token may remain.
     """
 
     logits: Tensor
-    sure: Tensor
+    is_exact: Tensor
     candidates: Tensor | None
 
 
@@ -34,42 +34,42 @@ def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.greedy:
         return logits
     restricted = restrict(logits, sampling)
-    return restricted.logits if bool(restricted.sure.all()) else restrict(logits, sampling, thorough=True).logits
+    return restricted.logits if bool(restricted.is_exact.all()) else restrict(logits, sampling, exhaustive=True).logits
 
 
-def restrict(logits: Tensor, sampling: Sampling, thorough: bool = False) -> Restricted:
+def restrict(logits: Tensor, sampling: Sampling, exhaustive: bool = False) -> Restricted:
     """Applies temperature, top-k, top-p and min-p to positions with equal parameters.
 
     Sorting a whole vocabulary takes a large part of a step. Therefore, only the likeliest tokens are examined, and
-    `sure` marks the positions for which this is exact. With `thorough`, the whole vocabulary is sorted if needed.
+    `is_exact` marks the positions for which this is exact. With `exhaustive`, the whole vocabulary is sorted if needed.
     """
-    sure = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    is_exact = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     candidates = None
     # Shift the largest logit to 0 first, so that no temperature makes logits infinite.
     logits = (logits - logits.max(dim=-1, keepdim=True).values) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        logits, enough, candidates = _keep_top_k(logits, sampling.top_k, thorough)
-        sure &= enough
+        logits, enough, candidates = _keep_top_k(logits, sampling.top_k, exhaustive)
+        is_exact &= enough
     if sampling.top_p < 1:
-        logits, enough, candidates = _keep_top_p(logits, sampling.top_p, thorough)
-        sure &= enough
+        logits, enough, candidates = _keep_top_p(logits, sampling.top_p, exhaustive)
+        is_exact &= enough
     if sampling.min_p > 0:
         floor = logits.max(dim=-1, keepdim=True).values + torch.log(torch.tensor(sampling.min_p))
         logits = logits.masked_fill(logits < floor, -torch.inf)
         if candidates is None:
             candidates = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1).indices
-            sure &= logits.isneginf().logical_not().sum(dim=-1) <= CANDIDATES
-    if thorough:
-        return Restricted(logits, torch.ones_like(sure), None)
-    return Restricted(logits, sure, candidates)
+            is_exact &= logits.isneginf().logical_not().sum(dim=-1) <= CANDIDATES
+    if exhaustive:
+        return Restricted(logits, torch.ones_like(is_exact), None)
+    return Restricted(logits, is_exact, candidates)
 
 
-def _keep_top_k(logits: Tensor, k: int, thorough: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _keep_top_k(logits: Tensor, k: int, exhaustive: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Keeps exactly k tokens; ties go to the lower id, so that all devices keep the same tokens.
 
     Without a full sort, the result is exact only if no logit outside the top k equals the k-th largest.
     """
-    if k < CANDIDATES and not thorough:
+    if k < CANDIDATES and not exhaustive:
         ranked = logits.topk(k, dim=-1)
         floor = ranked.values[..., -1:]
         mask = logits >= floor
@@ -78,7 +78,7 @@ def _keep_top_k(logits: Tensor, k: int, thorough: bool) -> tuple[Tensor, Tensor,
     return _keep(logits, ids), torch.ones(len(logits), dtype=torch.bool, device=logits.device), ids
 
 
-def _keep_top_p(logits: Tensor, top_p: float, thorough: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _keep_top_p(logits: Tensor, top_p: float, exhaustive: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Keeps the likeliest tokens up to a total probability of top_p, and ties with the last of them; at least one
     token.
 
@@ -86,7 +86,7 @@ def _keep_top_p(logits: Tensor, top_p: float, thorough: bool) -> tuple[Tensor, T
     is exact only if the candidates reach top_p before the last candidate, which may tie with unexamined tokens.
     """
     log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
-    if thorough or logits.shape[-1] <= CANDIDATES:
+    if exhaustive or logits.shape[-1] <= CANDIDATES:
         ranked, ids = torch.sort(logits, dim=-1, descending=True)
     else:
         ranked, ids = logits.topk(CANDIDATES, dim=-1)

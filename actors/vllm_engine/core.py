@@ -107,14 +107,14 @@ class VllmCore:
             layer = self._scheduler.kv_cache_config.kv_cache_groups[0].layer_names[0]
             self._core.collective_rpc("keep_states", args=(layer, self.memory.pages, self.memory.page_size))
         self._names: dict[str, str] = {}  # vLLM's request ids, by session
-        self._asking: set[str] = set()  # sessions that request scores or margins
+        self._sessions_with_scores: set[str] = set()  # sessions that request scores or margins
         self._numbers = count()  # for unique request ids
 
     def step(self, plan: StepPlan) -> list[Outcome]:
         """Closes and opens sessions, feeds rows and decides blocks; returns one outcome per deciding row."""
         for session in plan.closes:
             self._core.abort_requests([self._names.pop(session)])
-            self._asking.discard(session)
+            self._sessions_with_scores.discard(session)
         for request in plan.opens:
             self._open(request)
         if not plan.rows:
@@ -161,7 +161,7 @@ class VllmCore:
         return {session: computed.get(name, 0) for session, name in self._names.items()}
 
     def _with_extra_results(self, outcomes: list[Outcome]) -> list[Outcome]:
-        if not any(outcome.session in self._asking for outcome in outcomes):
+        if not any(outcome.session in self._sessions_with_scores for outcome in outcomes):
             return outcomes
         by_rank = self._core.collective_rpc("extra_results")  # equal on all ranks
         extra: dict[str, ExtraResults] = by_rank[0]
@@ -192,8 +192,8 @@ class VllmCore:
         )
         self._core.add_request(*self._core.preprocess_add_request(request_to_core))
         self._names[request.session] = name
-        if ExtraResults.is_asked_by(request):
-            self._asking.add(request.session)
+        if ExtraResults.is_requested_by(request):
+            self._sessions_with_scores.add(request.session)
 
 
 def _cache_salt(request: Open) -> str | None:

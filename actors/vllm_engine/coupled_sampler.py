@@ -11,7 +11,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from actors.sampling.acceptance import BlockDecision, DrawAddress, PendingBlock, decide
-from actors.sampling.logits_processors import Maker, ProcessorChain, chain_of
+from actors.sampling.logits_processors import ProcessorChain, ProcessorFactory, chain_of
 from actors.sampling.scoring import decided_scores, margin
 from cluster.verification.step import Outcome, Row
 from protos.draft_tree import NO_TREE, DraftTree
@@ -40,7 +40,7 @@ class ExtraResults:
     margin: float | None = None
 
     @staticmethod
-    def is_asked_by(request: Open) -> bool:
+    def is_requested_by(request: Open) -> bool:
         return request.scoring.top is not None or request.rival is not None
 
 
@@ -52,8 +52,8 @@ class SessionDraws:
         self._chain = chain
 
     @classmethod
-    def of(cls, request: Open, makers: tuple[Maker, ...]) -> Self:
-        return cls(request, chain_of(request, makers))
+    def of(cls, request: Open, processor_factories: tuple[ProcessorFactory, ...]) -> Self:
+        return cls(request, chain_of(request, processor_factories))
 
     def block(self, length: int, text: Text, drafted: Sequence[int]) -> PendingBlock:
         """Returns a block to decide: a chain of draft tokens after the session's first `length` tokens."""
@@ -73,14 +73,14 @@ def decide_all(
 ) -> tuple[list[BlockDecision], dict[str, ExtraResults]]:
     """Decides all blocks; also returns the requested extra results, by session."""
     decisions = decide(blocks, logits)
-    asking = [session.request for session in sessions]
-    if not any(ExtraResults.is_asked_by(request) for request in asking):
+    requests = [session.request for session in sessions]
+    if not any(ExtraResults.is_requested_by(request) for request in requests):
         return decisions, {}
-    scores = decided_scores(blocks, decisions, [request.scoring.top for request in asking], logits)
+    scores = decided_scores(blocks, decisions, [request.scoring.top for request in requests], logits)
     extra_results = {}
     at = 0
-    for request, block, score in zip(asking, blocks, scores, strict=True):
-        if ExtraResults.is_asked_by(request):
+    for request, block, score in zip(requests, blocks, scores, strict=True):
+        if ExtraResults.is_requested_by(request):
             extra_results[request.session] = ExtraResults(score, _margin(request, block, logits[at]))
         at += block.positions
     return decisions, extra_results

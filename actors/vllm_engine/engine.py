@@ -91,8 +91,8 @@ def _cost(sizes: Sequence[int], whole: Sequence[float], rows: Sequence[int], apa
     return ForwardCost(by_tokens=tuple(points), per_row_s=per_row_s)
 
 
-Asked = TypeVar("Asked")
-Found = TypeVar("Found")
+Requested = TypeVar("Requested")
+Answer = TypeVar("Answer")
 
 
 class VllmEngine:
@@ -157,7 +157,7 @@ class VllmEngine:
         outcomes: list[Outcome] = await self._on_thread(self._computed, "a step", self._core.step, plan)
         return outcomes
 
-    def _computed(self, what: str, compute: Callable[[Asked], Found], request: Asked) -> Found:
+    def _computed(self, what: str, compute: Callable[[Requested], Answer], request: Requested) -> Answer:
         try:
             return compute(request)
         except Exception as error:  # after any exception, vLLM is unusable
@@ -183,5 +183,5 @@ class VllmEngine:
         await self._on_thread(self._core.close)
         self._thread.shutdown(wait=False)
 
-    async def _on_thread(self, work: Callable[..., Found], *args: Any) -> Found:
+    async def _on_thread(self, work: Callable[..., Answer], *args: Any) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from actors.sampling.acceptance import PendingBlock
-from actors.sampling.logits_processors import MAKERS
+from actors.sampling.logits_processors import PROCESSOR_FACTORIES
 from actors.vllm_engine.coupled_sampler import ExtraResults, SessionDraws, decide_all, request_in
 
 VOCABULARY_KEY = "slipstream_vocabulary"  # key in vLLM's additional_config
@@ -21,7 +21,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
     """Decides all requests, including greedy ones, so that padding ids beyond the vocabulary are never drawn."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
-        self.makers = MAKERS
+        self.processor_factories = PROCESSOR_FACTORIES
         self.extra_results: dict[str, ExtraResults] = {}  # of the latest step, by session
         self._vocabulary = int(vllm_config.additional_config[VOCABULARY_KEY])
         self._states = req_states
@@ -32,7 +32,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         request = request_in(sampling_params.extra_args)
         self._sessions.pop(req_idx, None)
         if request is not None:
-            self._sessions[req_idx] = SessionDraws.of(request, self.makers)
+            self._sessions[req_idx] = SessionDraws.of(request, self.processor_factories)
         return request is not None
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -40,16 +40,20 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         slots, positions, fed = rows
         starts = [row for row in range(len(slots)) if not row or slots[row] != slots[row - 1]]
         spans = [(start, end) for start, end in zip(starts, [*starts[1:], len(slots)], strict=True)]
-        ours = [(start, end) for start, end in spans if self._decides(slots[start], positions[start] + 1)]
+        committed_spans = [(start, end) for start, end in spans if self._decides(slots[start], positions[start] + 1)]
         self.extra_results = {}
-        if not ours:
+        if not committed_spans:
             return logits
-        blocks = [self._block(slots[start], positions[start] + 1, fed[start + 1 : end]) for start, end in ours]
-        our_rows = torch.tensor([row for start, end in ours for row in range(start, end)], device=logits.device)
-        sessions = [self._sessions[slots[start]] for start, _ in ours]
-        decisions, self.extra_results = decide_all(sessions, blocks, logits[our_rows, : self._vocabulary])
+        blocks = [
+            self._block(slots[start], positions[start] + 1, fed[start + 1 : end]) for start, end in committed_spans
+        ]
+        committed_rows = torch.tensor(
+            [row for start, end in committed_spans for row in range(start, end)], device=logits.device
+        )
+        sessions = [self._sessions[slots[start]] for start, _ in committed_spans]
+        decisions, self.extra_results = decide_all(sessions, blocks, logits[committed_rows, : self._vocabulary])
         drawn = []
-        for (start, _), block, decision in zip(ours, blocks, decisions, strict=True):
+        for (start, _), block, decision in zip(committed_spans, blocks, decisions, strict=True):
             tokens = [*block.draft.tokens[: len(decision.path)], decision.next_token]
             drawn += [(start + offset, token) for offset, token in enumerate(tokens)]
         at, tokens = torch.tensor(drawn, device=logits.device).T

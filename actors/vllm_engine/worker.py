@@ -17,7 +17,7 @@ import torch
 from actors.compute.hidden_states import CaptureSpec, StateCapture
 from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.sampling.acceptance import PendingBlock
-from actors.sampling.logits_processors import MAKERS, Maker
+from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorFactory
 from actors.vllm_engine.coupled_sampler import ExtraResults, SessionDraws, decide_all, request_in
 from cluster.errors import ModelError
 
@@ -136,17 +136,21 @@ class DrawingWorker:
         Token ids >= `vocabulary` are padding.
         """
         self._slipstream_grammars = grammars_of(lambda: load_grammar_vocabulary(Path(folder)))
-        makers = MAKERS if self._slipstream_grammars is None else (*MAKERS, self._slipstream_grammars.masking)
+        processor_factories = (
+            PROCESSOR_FACTORIES
+            if self._slipstream_grammars is None
+            else (*PROCESSOR_FACTORIES, self._slipstream_grammars.masking)
+        )
         runner = self.model_runner
         if not hasattr(runner, "req_states"):
-            self._slipstream_draws: Any = FirstRunnerDraws(runner, vocabulary, makers)
+            self._slipstream_draws: Any = FirstRunnerDraws(runner, vocabulary, processor_factories)
             runner._sample = self._slipstream_draws.sample
             return "v1"
         take_drafts_from_scheduler(runner, self._slipstream_states)
         self._slipstream_draws = next(
             processor for processor in runner.sampler.logits_processors if hasattr(processor, "extra_results")
         )
-        self._slipstream_draws.makers = makers
+        self._slipstream_draws.processor_factories = processor_factories
         return "v2"
 
     def begin_grammar(self, grammar: str) -> None:
@@ -163,11 +167,11 @@ class DrawingWorker:
 class FirstRunnerDraws:
     """Replaces the sampler of the first runner."""
 
-    def __init__(self, runner: Any, vocabulary: int, makers: tuple[Maker, ...]) -> None:
+    def __init__(self, runner: Any, vocabulary: int, processor_factories: tuple[ProcessorFactory, ...]) -> None:
         self.extra_results: dict[str, ExtraResults] = {}
         self._runner = runner
         self._vocabulary = vocabulary
-        self._makers = makers
+        self._factories = processor_factories
         self._sessions: dict[str, SessionDraws] = {}  # by vLLM's request id
 
     def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
@@ -195,7 +199,7 @@ class FirstRunnerDraws:
             request = request_in(state.sampling_params.extra_args)
             assert request is not None, f"request {name} carries no Open"
             self._sessions = {other: it for other, it in self._sessions.items() if other in self._runner.requests}
-            self._sessions[name] = SessionDraws.of(request, self._makers)
+            self._sessions[name] = SessionDraws.of(request, self._factories)
         return self._sessions[name].block(length, lambda begin, end: _text(state)[begin:end], drafted)
 
 

@@ -16,7 +16,7 @@ from cluster.drafting.method import DraftingPass
 from cluster.drafting.requests import LookaheadRequest, Proposal, SessionUpdates, max_draft_tokens
 from cluster.drafting.session_table import DrafterLimits, SessionTable
 from cluster.envelope import Send
-from cluster.trust import Refusals, not_permitted
+from cluster.trust import Refusals, ownership_refusal
 from protos.draft_tree import DraftTree
 from protos.messages import Block, DraftRequest, Message, NoDraft, Open, Refusal, RefusalReason, Shape
 
@@ -53,7 +53,7 @@ class DraftScheduler:
         """
         if isinstance(message, Open) and self._is_owned_by_another(peer, message.session):
             self.refusals.note(peer, "an Open of another router's session", message.session)
-            return [(peer, not_permitted(message))]
+            return [(peer, ownership_refusal(message))]
         if isinstance(message, Open) and not self._is_known(message.target_address):
             self.refusals.note(peer, "an Open with an unknown target", message.target_address)
             return [(peer, _not_known(message))]

@@ -27,7 +27,7 @@ from cluster.page_allocator import OwnPages, PageCopy, SessionMemory, SlotMove
 from cluster.speculation.circuit_breaker import SilentDrafters
 from cluster.speculation.controller import Adaptive, ExpectedBlock, PacingPolicy, SpeculationController, StepShape
 from cluster.speculation.estimators import Load
-from cluster.trust import Refusals, not_permitted
+from cluster.trust import Refusals, ownership_refusal
 from cluster.verification.admission import Admission
 from cluster.verification.block_buffer import BlockBuffer, BufferLimits, OrphanBuffer, TargetCounts
 from cluster.verification.hidden_state_sender import HiddenStateSender
@@ -362,7 +362,7 @@ class VerificationScheduler:
         existing = self.admission.find(name)
         if existing is not None and existing.router != router:
             self.refusals.note(router, "an Open of another router's session", name)
-            return [(router, not_permitted(request))]
+            return [(router, ownership_refusal(request))]
         if self.is_leaving:  # not a failure: another target can accept the session
             return [(router, _overloaded(request, STOPPING_MESSAGE)), (router, Leaving())]
         if refusal := self._refuse(request):

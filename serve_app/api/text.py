@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from actors.grammars import GrammarCompiler, grammar_vocabulary, grammars_of
-from actors.models.checkpoint import surplus_tokens, vocabulary
+from actors.models.checkpoint import extra_tokens, vocabulary
 from actors.models.config_reader import read_config
 from actors.models.tokenizer_reader import end_of_text, id_limit, load_tokenizer
 from cluster.config import ServerConfig
@@ -233,7 +233,7 @@ class TextCodec:
         special = options.allow_special_tokens_in_text
         ends = end_of_text(folder)
         log.info("%s", ends)
-        if warning := surplus_tokens(folder):
+        if warning := extra_tokens(folder):
             log.warning("%s", warning)
         return cls(
             tokenizer,

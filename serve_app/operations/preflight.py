@@ -17,8 +17,8 @@ from actors.models.checkpoint import (
     check_tensor_parallel,
     checkpoint_fingerprint,
     empty_model,
+    extra_tokens,
     local_folder,
-    surplus_tokens,
     vocabulary,
 )
 from actors.models.config_reader import CONFIG, read_config, read_json
@@ -42,7 +42,7 @@ def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bo
     target = check_target_model(config, with_weights=with_weights)
     tokens = check_target_files(config, target, with_weights=with_weights)
     lines = [target_line(config, target, tokens), str(end_of_text(target))]
-    if warning := surplus_tokens(target):
+    if warning := extra_tokens(target):
         lines.append(f"warning: {warning}")
     if with_draft:
         check_draft_model(config, target, with_weights=with_weights)

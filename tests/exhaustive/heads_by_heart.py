@@ -45,7 +45,7 @@ class HeadsByHeart:
         self._scratch = scratch
         self._made: dict[str, Path] = {}
         train = self._trained
-        self._makers: Mapping[str, Callable[[], Path]] = {
+        self._factories: Mapping[str, Callable[[], Path]] = {
             "eagle3": partial(train, HeadOptions(HeadKind.EAGLE, 2, draft_vocabulary=DRAFT_VOCABULARY), 60),
             "medusa": partial(train, HeadOptions(HeadKind.MEDUSA, 4, draft_vocabulary=DRAFT_VOCABULARY), 80),
             # Embeddings and LM heads are large: few steps with a higher learning rate.
@@ -59,7 +59,7 @@ class HeadsByHeart:
 
     def folder(self, layout: str) -> Path:
         if layout not in self._made:
-            self._made[layout] = self._makers[layout]()
+            self._made[layout] = self._factories[layout]()
         return self._made[layout]
 
     @cached_property

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.grammars import GrammarCompiler, load_grammar_vocabulary
 from actors.sampling.acceptance import DrawAddress
-from actors.sampling.logits_processors import MAKERS, chain_of
+from actors.sampling.logits_processors import PROCESSOR_FACTORIES, chain_of
 from actors.sampling.scoring import margin
 from cluster.config import SlipstreamConfig
 from cluster.routing.ledger import Generation
@@ -35,7 +35,7 @@ class PlainModel:
         self._config = config
         self._defaults = load_defaults(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._makers = (*MAKERS, GrammarCompiler(load_grammar_vocabulary(Path(folder))).masking)
+        self._factories = (*PROCESSOR_FACTORIES, GrammarCompiler(load_grammar_vocabulary(Path(folder))).masking)
         self._spelt: dict[str, list[int]] = defaultdict(list)  # token ids by text; several ids may share a text
         for token in range(self.codec.vocabulary):
             self._spelt[self.codec.token_text(token)].append(token)
@@ -77,7 +77,7 @@ class PlainModel:
         The result is 0 if each token is the greedy choice after its prefix.
         """
         text = list(generation.prompt)
-        chain = chain_of(_open(generation), self._makers)
+        chain = chain_of(_open(generation), self._factories)
         widest = 0.0
         for one in texts:
             logits = self._logits(text)[-1]

@@ -53,7 +53,7 @@ class Pair:
         self._runner = ModelRunner(model, CONTEXT // PAGE_SIZE, PAGE_SIZE)
         setup = DraftSetup("float32", CONTEXT, DRAFTED, self._tokens, config.model.target)
         self.ignorant = create_method(config.draft, setup)
-        self.knowing = create_method(config.draft, replace(setup, makers=(self.grammars.draft_masking,)))
+        self.knowing = create_method(config.draft, replace(setup, processor_factories=(self.grammars.draft_masking,)))
 
     def generation(self, index: int, asked: Asked, draft_tokens: int) -> Generation:
         chat = [{"role": "user", "content": f"{asked.prompt} Answer in JSON."}]

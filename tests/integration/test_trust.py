@@ -84,7 +84,7 @@ async def test_failed_handshakes_are_counted_and_logged_once(kind, connections, 
         issue_invalid(kind, tmp_path, authority, VERIFY.caller)
         (target,) = c.targets.values()
         await eventually(lambda: target._streams == 1, "the router is in")
-        c.servers[VERIFY.address(c)].interceptor.handshakes._look()  # the router's connection
+        c.servers[VERIFY.address(c)].interceptor.handshakes._check_one()  # the router's connection
         monkeypatch.setattr(auth_interceptor, "HANDSHAKE_TIMEOUT_S", 0)  # all later callers are unauthorized
         for _ in range(3):
             async with channel_of(c, VERIFY, kind, tmp_path, authority) as channel:
@@ -105,9 +105,9 @@ async def test_successful_handshakes_are_not_counted_as_failures(tmp_path):
             async with shown(c, VERIFY, tmp_path / "drafter") as stream:
                 assert await is_welcome(stream, VERIFY)
         looked_at = c.servers[VERIFY.address(c)].interceptor.handshakes
-        assert looked_at._begun == 4
+        assert looked_at._pending == 4
         for _ in range(4):
-            looked_at._look()
+            looked_at._check_one()
         assert target.scheduler.refusals.counts == {}
 
 

@@ -29,8 +29,8 @@ def table(logits: Tensor) -> Model:
     return lambda tokens: logits[tokens]
 
 
-def text(draft: Tensor, how: Decoding, target: Tensor = TARGET) -> tuple[int, ...]:
-    return tuple(chain.from_iterable(speculative_decode(table(target), table(draft), [1], how)))
+def text(draft: Tensor, options: Decoding, target: Tensor = TARGET) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(speculative_decode(table(target), table(draft), [1], options)))
 
 
 @pytest.mark.parametrize("draft", DRAFTERS)
@@ -38,8 +38,8 @@ def test_rejection_sampling_follows_the_targets_distribution(draft: str) -> None
     """Chi-square test over all three-token continuations, with a false-alarm rate of 1e-5."""
     samples = []
     for seed in range(SEQUENCES):
-        how = Decoding(NEW_TOKENS, 2, Acceptance.REJECTION, 1.0, seed, seed + SEQUENCES, (EOS,))
-        samples.append(text(DRAFTERS[draft], how))
+        options = Decoding(NEW_TOKENS, 2, Acceptance.REJECTION, 1.0, seed, seed + SEQUENCES, (EOS,))
+        samples.append(text(DRAFTERS[draft], options))
     assert p_value(Setting(TARGET, DRAFTERS[draft], Acceptance.REJECTION, calm), samples) > FALSE_ALARM
 
 
@@ -98,7 +98,7 @@ def test_the_engine_commits_what_the_reference_commits(temperature: float) -> No
     models = [transformers_model(folder) for folder in folders()]
     generation = engine().generation(0, engine().prompt(PROMPT), 12, temperature, 4)
     emitted = list(engine().run(generation, method, trees=False))
-    how = Decoding(12, 4, temperature=temperature, seed=generation.seed, stop_ids=generation.stop_ids)
-    rounds = list(speculative_decode(models[0], models[1], generation.prompt, how))
+    options = Decoding(12, 4, temperature=temperature, seed=generation.seed, stop_ids=generation.stop_ids)
+    rounds = list(speculative_decode(models[0], models[1], generation.prompt, options))
     assert [token for emit in emitted for token in emit.tokens] == list(chain.from_iterable(rounds))
     assert any(len(committed) > 1 for committed in rounds), "drafts were accepted"

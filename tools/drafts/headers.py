@@ -21,7 +21,7 @@ from actors.drafters.heads.eagle.config import ALIASES as EAGLE_ALIASES
 from actors.drafters.heads.eagle.config import SECTION, EagleConfig, canonical, overrides_of, resolve
 from actors.drafters.heads.eagle.mtp import layout_in, module_files, resolve_mtp
 from actors.drafters.heads.files import EMBEDDING, HeadFiles, read_head
-from actors.drafters.heads.medusa import MedusaConfig, heads_alone, resolve_medusa
+from actors.drafters.heads.medusa import MedusaConfig, resolve_medusa, without_base_model
 from actors.drafters.heads.medusa import borrowed_tensors_of as borrowed_by_medusa
 from actors.drafters.heads.mlp_speculator import ALIASES as MLP_ALIASES
 from actors.drafters.heads.mlp_speculator import MlpSpeculatorConfig, resolve_mlp_speculator
@@ -393,7 +393,7 @@ _CANONICAL: Mapping[str, Callable[[HeadFiles], HeadFiles]] = MappingProxyType(
     {
         "eagle": canonical,
         "dflash": lambda files: files.renamed(DFLASH_ALIASES),
-        "medusa": heads_alone,
+        "medusa": without_base_model,
         "mlp_speculator": lambda files: files.renamed(MLP_ALIASES),
         "mtp": _first_module,
     }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.models.checkpoint import first_of_each, folder_with, local_folder
+from actors.models.checkpoint import first_existing, folder_with, local_folder
 from actors.models.config_reader import CONFIG, read_json
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.config import DraftPool
@@ -131,7 +131,7 @@ def folder_to_borrow_from(target: str, groups: Sequence[Sequence[str]]) -> Path:
     """
     if not groups:
         return local_folder(target, with_weights=False)
-    return folder_with(target, first_of_each(groups))
+    return folder_with(target, first_existing(groups))
 
 
 def _read_safetensors(folder: Path) -> dict[str, Tensor]:

@@ -219,8 +219,8 @@ class HeadDrafter:
     def roots(self, request: LookaheadRequest) -> list[PredictedDraft]:
         """Returns roots for the main path under verification, based on true states, and for its siblings."""
         main = self._root(request, request.unverified.main_path)
-        beside = request.unverified.off_main_path[:MAX_SIBLINGS_READ]
-        return [main, *[self._root(request, path, main) for path in beside]]
+        siblings = request.unverified.off_main_path[:MAX_SIBLINGS_READ]
+        return [main, *[self._root(request, path, main) for path in siblings]]
 
     def _root(
         self, request: LookaheadRequest, path: tuple[int, ...], main: PredictedDraft | None = None
@@ -263,14 +263,14 @@ class HeadDrafter:
         return [draft for draft in drafts if draft.is_cut]
 
 
-Foresee = Callable[[Sequence[PredictedDraft], Sequence[int]], Sequence[Tensor]]
+PredictLogits = Callable[[Sequence[PredictedDraft], Sequence[int]], Sequence[Tensor]]
 """Returns logits, (positions, columns), after each draft's text, for at least the requested positions."""
 
 
 def fill_positions(
     drafts: Sequence[PredictedDraft],
     width: int,
-    foresee: Foresee,
+    predict_logits: PredictLogits,
     sampler: DraftSampler,
     interrupted: Callable[[], bool],
 ) -> None:
@@ -280,7 +280,7 @@ def fill_positions(
     unread = [draft for draft in drafts if draft.logits is None and draft.main is None]
     if unread:
         counts = [min(width, draft.longest + (draft.request.max_tokens if draft.is_root else 0)) for draft in unread]
-        for draft, logits in zip(unread, foresee(unread, counts), strict=True):
+        for draft, logits in zip(unread, predict_logits(unread, counts), strict=True):
             draft.logits = logits
     sampler.extend([(draft, _own_logits(draft), None) for draft in drafts])
     for draft in drafts:

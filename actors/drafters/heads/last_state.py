@@ -30,7 +30,7 @@ from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
 from actors.models.decoder import ForwardOutput
-from actors.sampling.logits_processors import MAKERS
+from actors.sampling.logits_processors import PROCESSOR_FACTORIES
 from cluster.config import DraftPool
 from cluster.config_sections import HeadOptions
 from cluster.drafting.trees import TokenPath, threshold_of, worth_branching
@@ -175,9 +175,9 @@ class LastStatePredictor:
         if self._head.config.recurs:
             self._recur(drafts, interrupted)
         else:
-            fill_positions(drafts, self.width, self._foresee, self._sampler, interrupted)
+            fill_positions(drafts, self.width, self._predict_logits, self._sampler, interrupted)
 
-    def _foresee(self, drafts: Sequence[PredictedDraft], counts: Sequence[int]) -> list[Tensor]:
+    def _predict_logits(self, drafts: Sequence[PredictedDraft], counts: Sequence[int]) -> list[Tensor]:
         """Predicts each position with its own head, for all drafts that need it in one batch."""
         states = [self._state(draft) for draft in drafts]
         predictions: list[list[Tensor]] = [[] for _ in drafts]
@@ -193,13 +193,13 @@ class LastStatePredictor:
         for draft in drafts:
             if draft.state is None:  # else, the draft continues from an outcome's state
                 draft.state = self._state(draft)
-        if not self._go_on(drafts, interrupted):
+        if not self._complete(drafts, interrupted):
             return
-        self._go_on([branch for draft in drafts for branch in self._branch_off(draft)], never)
+        self._complete([branch for draft in drafts for branch in self._branch_off(draft)], never)
         for draft in drafts:
             draft.end()
 
-    def _go_on(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> bool:
+    def _complete(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> bool:
         """Completes chains, batching drafts of equal depth; returns False if interrupted."""
         while True:
             by_depth: dict[int, list[PredictedDraft]] = {}
@@ -306,7 +306,9 @@ def last_state_drafting(
     log.info("\n".join(head.config.describe()))
     rows = target_shape(target).vocabulary
     limits = DraftingLimits(options.draft_probs_top_k)
-    sampler = DraftSampler(head.token_ids, rows, limits, Calibration(), (*MAKERS, *setup.makers))
+    sampler = DraftSampler(
+        head.token_ids, rows, limits, Calibration(), (*PROCESSOR_FACTORIES, *setup.processor_factories)
+    )
     predictor = LastStatePredictor(head, sampler, LastRows(device, products.dtype))
 
     def prepare(folder: Path) -> Callable[[], object]:

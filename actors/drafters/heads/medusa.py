@@ -96,7 +96,7 @@ class MedusaHeads:
 
 def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Creates the method. Raises ModelError if the heads in `draft.model` do not match the target."""
-    borrowed = borrowed_tensors_of(heads_alone(read_head(head_folder(draft))))
+    borrowed = borrowed_tensors_of(without_base_model(read_head(head_folder(draft))))
     return decoded(last_state_drafting(load_medusa, draft, setup, draft.medusa, borrowed), setup)
 
 
@@ -114,7 +114,7 @@ def load_medusa(
     product: Product = projection,
 ) -> MedusaHeads:
     """Loads published heads. Raises ModelError if they do not match the target."""
-    files = heads_alone(read_head(folder))
+    files = without_base_model(read_head(folder))
     config = resolve_medusa(files, target_shape(target_folder))
     return medusa_of(files, config, target_folder, dtype, device, proposable, product)
 
@@ -174,7 +174,7 @@ def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
     return MedusaConfig(names.layout, len(names.heads), names.blocks, hidden, columns, target.vocabulary, needs)
 
 
-def heads_alone(files: HeadFiles) -> HeadFiles:
+def without_base_model(files: HeadFiles) -> HeadFiles:
     """Drops the tensors of a merged model and the prefix of the heads' tensor names."""
     for prefix in PREFIXES:
         if any(name.startswith(prefix) for name in files.tensors):

@@ -64,19 +64,21 @@ class HybridDraft:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         lookups = [proposal for proposal in self._lookup.draft(requests) if proposal.tokens]
-        rest = self._in_doubt(requests, lookups)
-        return self._both(rest, lookups, self._model.draft(rest)) if rest else lookups
+        unsure = self._unsure_requests(requests, lookups)
+        return self._combined(unsure, lookups, self._model.draft(unsure)) if unsure else lookups
 
     def draft_ahead(
         self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
         lookups = [proposal for proposal in self._lookup.draft_ahead(requests, interrupted) if proposal.tokens]
-        rest = self._in_doubt(requests, lookups)
-        if not rest:
+        unsure = self._unsure_requests(requests, lookups)
+        if not unsure:
             return lookups
         early(lookups)
-        drafted = self._model.draft_ahead(rest, interrupted, lambda so_far: early(self._both(rest, lookups, so_far)))
-        return self._both(rest, lookups, drafted)
+        drafted = self._model.draft_ahead(
+            unsure, interrupted, lambda so_far: early(self._combined(unsure, lookups, so_far))
+        )
+        return self._combined(unsure, lookups, drafted)
 
     def close(self, sessions: Sequence[str]) -> None:
         for session in sessions:
@@ -91,7 +93,7 @@ class HybridDraft:
 
     # ------------------------------------------------------------ helpers
 
-    def _in_doubt(self, requests: Sequence[AnyRequest], lookups: Iterable[Proposal]) -> list[AnyRequest]:
+    def _unsure_requests(self, requests: Sequence[AnyRequest], lookups: Iterable[Proposal]) -> list[AnyRequest]:
         """Returns the requests that also need the model."""
         expected: defaultdict[str, float] = defaultdict(float)  # expected accepted tokens, by session
         for proposal in lookups:
@@ -101,13 +103,13 @@ class HybridDraft:
             request
             for request in requests
             if request.session not in served
-            or (self._takes_both(request) and expected[request.session] < MIN_SURE_SHARE * request.max_tokens)
+            or (self._can_combine(request) and expected[request.session] < MIN_SURE_SHARE * request.max_tokens)
         ]
 
-    def _takes_both(self, request: DraftRequest | LookaheadRequest) -> bool:
+    def _can_combine(self, request: DraftRequest | LookaheadRequest) -> bool:
         return request.shape is Shape.TREE and self._open[request.session].takes_trees
 
-    def _both(
+    def _combined(
         self,
         requests: Sequence[DraftRequest | LookaheadRequest],
         lookups: Iterable[Proposal],

@@ -62,7 +62,7 @@ class GrowingText:
         """View of all tokens, (length,); not affected by later `extend` calls."""
         return self._buffer[: self._length]
 
-    def followed_by(self, tokens: Sequence[int]) -> Ids:
+    def following_tokens(self, tokens: Sequence[int]) -> Ids:
         """Returns the text with `tokens` appended, (length + tokens,)."""
         return np.concatenate((self.tokens, np.array(tokens, dtype=np.int32))) if tokens else self.tokens
 
@@ -105,8 +105,8 @@ def occurrences(tokens: Ids, longest: int, shortest: int) -> Occurrences:
     """
     end = len(tokens)
     if end <= shortest:
-        nowhere = np.empty(0, dtype=np.int64)
-        return Occurrences(tokens, nowhere, nowhere)
+        no_ends = np.empty(0, dtype=np.int64)
+        return Occurrences(tokens, no_ends, no_ends)
     is_same = np.ones(end - shortest, dtype=np.bool_)  # by index of the token after the match, minus `shortest`
     for back in range(1, shortest + 1):
         is_same &= tokens[shortest - back : end - back] == tokens[end - back]
@@ -132,12 +132,12 @@ class Continuations:
     def at(self, path: tuple[int, ...]) -> Occurrences:
         """Returns the occurrences after a path; empty if there are none."""
         if path not in self._known:
-            gone_on = self.at(path[:-1]).after(path[-1]) if path else None
-            self._known[path] = gone_on or self._search(path)
+            continued = self.at(path[:-1]).after(path[-1]) if path else None
+            self._known[path] = continued or self._search(path)
         return self._known[path]
 
     def _search(self, path: tuple[int, ...]) -> Occurrences:
-        return occurrences(self._text.followed_by((*self._outcome, *path)), self._longest, self._shortest)
+        return occurrences(self._text.following_tokens((*self._outcome, *path)), self._longest, self._shortest)
 
 
 MAX_TOTAL_PROBABILITY = 0.98  # upper bound of the candidates' total probability, since any text may diverge
@@ -190,7 +190,7 @@ class Evidence:
 
 
 @value
-class Known:
+class MatchedContinuations:
     """Candidate tokens at one position, with their shares and estimated total probability."""
 
     tokens: tuple[int, ...]
@@ -208,7 +208,7 @@ class NgramCalibration:
     def __init__(self) -> None:
         self._kinds: dict[Evidence, Pairs] = {}  # pairs: share, whether the token followed
         self._sessions: dict[str, Pairs] = {}  # pairs: total probability, whether a candidate followed
-        self._open: PendingPositions[Known] = PendingPositions()
+        self._open: PendingPositions[MatchedContinuations] = PendingPositions()
 
     def consider(self, session: str, position: TextPosition, occurrences: Occurrences) -> Choices:
         """Returns the candidates at a position and their probabilities, likeliest first.
@@ -221,7 +221,9 @@ class NgramCalibration:
         evidence = tuple([Evidence.of(occurrences, share) for share in shares.values()])
         worth = [share * self._kind(kind).ratio for share, kind in zip(shares.values(), evidence, strict=True)]
         expected = min(MAX_TOTAL_PROBABILITY, sum(worth))
-        self._open.note(session, position, Known(tuple(shares), tuple(shares.values()), evidence, expected))
+        self._open.note(
+            session, position, MatchedContinuations(tuple(shares), tuple(shares.values()), evidence, expected)
+        )
         scale = min(MAX_TOTAL_PROBABILITY, expected * self._session(session).ratio) / sum(worth)
         ranked = sorted(zip(shares, worth, strict=True), key=lambda choice: -choice[1])
         return Choices(tuple([token for token, _ in ranked]), tuple([scale * chance for _, chance in ranked]))
@@ -237,10 +239,10 @@ class NgramCalibration:
             self._open.close(session)
             self._sessions.pop(session, None)
 
-    def _learn(self, session: str, prediction: Known, came: int) -> None:
+    def _learn(self, session: str, prediction: MatchedContinuations, observed: int) -> None:
         for token, share, kind in zip(prediction.tokens, prediction.shares, prediction.evidence, strict=True):
-            self._kinds[kind] = self._kind(kind).after(share, float(token == came), KIND_MEMORY)
-        hit = float(came in prediction.tokens)
+            self._kinds[kind] = self._kind(kind).after(share, float(token == observed), KIND_MEMORY)
+        hit = float(observed in prediction.tokens)
         self._sessions[session] = self._session(session).after(prediction.expected, hit, SESSION_MEMORY)
 
     def _kind(self, kind: Evidence) -> Pairs:
@@ -368,7 +370,7 @@ class NgramDraft:
         root = self._begin(request, (), 1.0, len(path) + 1)
         root.unverified = path
         for token in path:
-            there = _sure(token) if root.sends_probs else self._choices(root, root.tokens)
+            there = _certain(token) if root.sends_probs else self._choices(root, root.tokens)
             there = there.including(token, request.claim((*root.tokens, token)))
             root.drafted.append(DraftedToken(token, there, root.p_accepted * there.chance_of(token)))
         root.settle()
@@ -401,7 +403,7 @@ class NgramDraft:
         text = (*draft.text.tokens, *draft.outcome, *draft.tokens)
         for token in look_up(text, draft.missing, self._longest, self._shortest):
             sure = draft.sends_probs
-            draft.append(token, _sure(token) if sure else _first(token, self._choices(draft, draft.tokens)))
+            draft.append(token, _certain(token) if sure else _first(token, self._choices(draft, draft.tokens)))
 
     def _end(self, root: NgramBlock) -> None:
         """Adds candidates after the root's last token, except draft tokens under verification."""
@@ -418,7 +420,7 @@ class NgramDraft:
         chances = dict(draft.nodes)
         main_path = tree_of(draft.nodes).main_path
         for depth, token in enumerate(main_path, 1):
-            draft.drafted.append(DraftedToken(token, _sure(token), chances[main_path[:depth]]))
+            draft.drafted.append(DraftedToken(token, _certain(token), chances[main_path[:depth]]))
 
     def _choices(self, draft: NgramBlock, path: TokenPath) -> Choices:
         """Returns candidates after a path of the block."""
@@ -426,7 +428,7 @@ class NgramDraft:
         return self._calibration.consider(draft.request.session, position, draft.known.at(path))
 
 
-def _sure(token: int) -> Choices:
+def _certain(token: int) -> Choices:
     """Returns `token` as the only candidate, with probability 1."""
     return Choices((token,), (1.0,))
 

@@ -272,7 +272,7 @@ class FedStates:
         if 0 < branch.exact < len(branch.tokens) and branch.exact - 1 in self._sessions[branch.session]:
             cache.cut(branch, branch.exact)
 
-    def feedable(self, draft: CachedDraft, tokens: int) -> int:
+    def count_feedable(self, draft: CachedDraft, tokens: int) -> int:
         """Returns the number of feedable tokens among the draft's first `tokens` pending ones.
 
         Returns 0 if the pending tokens exceed the head's positions, or if only the first token is committed, because no
@@ -283,7 +283,7 @@ class FedStates:
         positions = start + len(draft.pending) - 1 - branch.first
         if positions > self._max_positions or draft.request.base_len <= branch.first + 1:
             return 0
-        end = min(start + tokens, self._exact_to(branch, start))
+        end = min(start + tokens, self._end_of_exact_states(branch, start))
         while end < start + tokens and (end in branch.predicted or end - 1 in self._sessions[branch.session]):
             end += 1
         return end - start if end > branch.first + 1 else 0
@@ -302,20 +302,20 @@ class FedStates:
     def _of_tokens(self, branch: CacheBranch, start: int, end: int) -> Tensor:
         states = self._sessions[branch.session]
         first = max(start, branch.first + 1)
-        exact_to = min(end, self._exact_to(branch, start))
+        exact_end = min(end, self._end_of_exact_states(branch, start))
         if branch.exact == start:
-            branch.exact = exact_to
-        if exact_to == end:
+            branch.exact = exact_end
+        if exact_end == end:
             return states.rows(first - 1, end - 1)
         indices = range(first, end)
         return torch.stack([states.rows(i - 1, i)[0] if i - 1 in states else branch.predicted[i] for i in indices])
 
-    def remember(self, branch: CacheBranch, predicted: Tensor) -> None:
+    def store_predicted(self, branch: CacheBranch, predicted: Tensor) -> None:
         """Stores the head's own states, (positions, hidden), at the last positions of a branch."""
         after = len(branch.tokens) + 1
         branch.predicted |= zip(range(after - len(predicted), after), predicted, strict=True)
         branch.predicted = {index: state for index, state in branch.predicted.items() if index >= branch.exact}
 
-    def _exact_to(self, branch: CacheBranch, start: int) -> int:
+    def _end_of_exact_states(self, branch: CacheBranch, start: int) -> int:
         """Returns the index of the first token from `start` on whose preceding true state is missing."""
         return self._sessions[branch.session].missing_from(max(start, branch.first + 1) - 1) + 1

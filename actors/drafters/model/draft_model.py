@@ -23,7 +23,7 @@ from actors.drafters.model.forwards import ONE_AT_A_TIME, DraftForwards, MaskTok
 from actors.drafters.model.recurrent_head import DraftHead
 from actors.drafters.model.sampling import MAX_BRANCH_TOKENS, Calibration, DraftingLimits, DraftSampler
 from actors.engine.runner import InterruptibleRunner
-from actors.sampling.logits_processors import MAKERS, Maker
+from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorFactory
 from cluster.drafting.draft_state import DraftedToken
 from cluster.drafting.lookahead import (
     MAX_OUTCOMES,
@@ -61,7 +61,7 @@ class HeadDrafting:
         self._sampler = sampler
         self._read: dict[str, _ReadStates] = {}  # by session: states of its latest block
 
-    def go_on(self, drafts: Sequence[CachedDraft], tokens: int, interrupted: Callable[[], bool]) -> None:
+    def extend_with_guesses(self, drafts: Sequence[CachedDraft], tokens: int, interrupted: Callable[[], bool]) -> None:
         """Adds up to `tokens` further tokens to each draft."""
         for _ in range(tokens):
             drafts = [draft for draft in drafts if not draft.is_complete]
@@ -81,9 +81,9 @@ class HeadDrafting:
 
         Under rejection sampling, does nothing, because a prefix must always get the same continuation.
         """
-        may = [draft for draft in drafts if draft.state is not None and not draft.sends_probs]
-        likeliest = sorted(may, key=lambda draft: -draft.chance)[:MAX_GUESSES]
-        self.go_on(likeliest, GUESS_TOKENS, interrupted)
+        eligible = [draft for draft in drafts if draft.state is not None and not draft.sends_probs]
+        likeliest = sorted(eligible, key=lambda draft: -draft.chance)[:MAX_GUESSES]
+        self.extend_with_guesses(likeliest, GUESS_TOKENS, interrupted)
 
     def begin(self, drafts: Sequence[CachedDraft]) -> None:
         """Predicts the tokens after verdicts if the states that predicted the verdicts' last tokens are known.
@@ -96,9 +96,9 @@ class HeadDrafting:
             return
         for draft, state in zip(drafts, states, strict=True):
             draft.state = state
-        self.go_on(drafts, GUESS_TOKENS, never)
+        self.extend_with_guesses(drafts, GUESS_TOKENS, never)
 
-    def remember(self, roots: Sequence[CachedDraft]) -> None:
+    def store_predicted(self, roots: Sequence[CachedDraft]) -> None:
         """Stores the states of blocks under verification after their forward."""
         for root in roots:
             base_len = root.request.base_len
@@ -170,7 +170,9 @@ class DraftModel:
         head: DraftHead | None = None,
         calibration: Calibration | None = None,
         feed: FedStates | None = None,
-        makers: Sequence[Maker] = (),  # additional factories of logits processors, with inputs other than the Open
+        processor_factories: Sequence[
+            ProcessorFactory
+        ] = (),  # additional factories of logits processors, with inputs other than the Open
         load: LoadWeights | None = None,
     ) -> None:
         self.needs = None if feed is None else feed.needs
@@ -179,7 +181,11 @@ class DraftModel:
         self._clock = clock
         self._feed = feed
         self._sampler = DraftSampler(
-            token_ids, runner.vocabulary, limits, calibration or Calibration(), (*MAKERS, *makers)
+            token_ids,
+            runner.vocabulary,
+            limits,
+            calibration or Calibration(),
+            (*PROCESSOR_FACTORIES, *processor_factories),
         )
         self._lookahead_time = ForwardTime()
         self._texts: dict[str, SessionText] = {}
@@ -209,13 +215,13 @@ class DraftModel:
     def _check(self, folder: Path, weights: DraftWeights) -> None:
         """Raises ModelError unless the new weights have equal vocabulary size and tokens per forward."""
         used = self._weights
-        for what, one, other in (
+        for field, one, other in (
             ("vocabulary rows", weights.runner.vocabulary, used.runner.vocabulary),
             ("tokens per forward", weights.tokens_per_forward, used.tokens_per_forward),
         ):
             if one != other:
                 raise ModelError(
-                    f"{folder} cannot replace the draft in use: it has {one} {what}, not {other}; train it from that"
+                    f"{folder} cannot replace the draft in use: it has {one} {field}, not {other}; train it from that"
                     " draft, and keep the other files of its folder"
                 )
 
@@ -292,7 +298,7 @@ class DraftModel:
             if self._head is None:
                 branches += [branch for draft in active for branch in self._branch_off(draft)]
         if self._head is not None:
-            self._head.go_on(
+            self._head.extend_with_guesses(
                 [branch for draft in drafts for branch in self._branch_off(draft)], MAX_BRANCH_TOKENS, never
             )
         for draft in drafts:
@@ -440,8 +446,8 @@ class DraftModel:
         for draft in advanced:
             draft.settle()
         if self._head is not None and advanced:
-            self._head.go_on(advanced, self._head.width - 1, interrupted)
-            self._head.remember([draft for draft in advanced if draft.is_root])
+            self._head.extend_with_guesses(advanced, self._head.width - 1, interrupted)
+            self._head.store_predicted([draft for draft in advanced if draft.is_root])
         for draft in advanced:
             if not draft.is_complete:
                 draft.settle()

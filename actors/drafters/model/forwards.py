@@ -167,7 +167,7 @@ class DraftForwards:
         if self._states is not None:
             for draft, _, predicted in read:
                 assert predicted is not None, "the head returned no states"
-                self._states.remember(draft.branch, predicted[: draft.logits])  # excludes outputs of masks
+                self._states.store_predicted(draft.branch, predicted[: draft.logits])  # excludes outputs of masks
         return read
 
     def _feed(self, drafts: Sequence[CachedDraft], busy: set[str], copies: list[PageCopy]) -> list[_Fed]:
@@ -175,7 +175,7 @@ class DraftForwards:
         fed: list[_Fed] = []
         budget = self._pass_tokens
         for draft in sorted(drafts, key=lambda draft: len(draft.pending)):
-            part = self._feedable(draft, draft.pending[:budget])
+            part = self._tokens_to_feed(draft, draft.pending[:budget])
             rest = draft.pending[len(part) :]
             cached = len(draft.branch.tokens)
             room = min(budget, self._max_positions - cached) - len(part)
@@ -191,8 +191,8 @@ class DraftForwards:
                 budget = budget - len(part) - len(masks)
         return fed
 
-    def _feedable(self, draft: CachedDraft, part: list[int]) -> list[int]:
+    def _tokens_to_feed(self, draft: CachedDraft, part: list[int]) -> list[int]:
         """Returns the feedable leading tokens of `part`; empty if the text exceeds the model's positions."""
         if len(draft.branch.tokens) + len(draft.pending) > self._max_positions:
             return []
-        return part if self._states is None else part[: self._states.feedable(draft, len(part))]
+        return part if self._states is None else part[: self._states.count_feedable(draft, len(part))]

@@ -6,7 +6,7 @@ log probabilities are only estimates. With the full noise, badly estimated token
 so the noise gets a smaller weight. This weight and the confidence in the draft come from a conditional logit (McFadden
 1974) over the candidates plus one alternative for all other tokens:
 
-    weight of a candidate  ~  exp(surety x its log probability + noise_share x its noise)
+    weight of a candidate  ~  exp(sharpness x its log probability + noise_share x its noise)
     weight of the others   ~  exp(others + others_slope x log of their probability)
 
 AdaGrad (Duchi et al. 2011) learns the four weights online, per kind of draft and range of temperature. Greedy requests
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.sampling.gumbel import Purpose, gumbel_argmax, gumbels, key
-from actors.sampling.logits_processors import MAKERS, Maker, ProcessorChain, chain_of
+from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorChain, ProcessorFactory, chain_of
 from actors.sampling.truncation import filtered
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import PendingPositions, TextPosition
@@ -40,8 +40,8 @@ from protos.messages import Sampling
 Floats = NDArray[np.float64]
 
 LEARNING_RATE = 0.1  # 0.05 and 0.2 predict drafts equally well
-SURETY_BOUNDS = (0.1, 8.0)  # without bounds, this weight diverges for a draft that is always right
-NOISE_SHARE_BOUNDS = (0.3, 1.0)  # bounds of the noise weight, relative to surety
+SHARPNESS_BOUNDS = (0.1, 8.0)  # without bounds, this weight diverges for a draft that is always right
+NOISE_SHARE_BOUNDS = (0.3, 1.0)  # bounds of the noise weight, relative to sharpness
 MIN_OTHERS_PROBABILITY = 1e-4  # lower bound of the other tokens' total probability, since its logarithm is a feature
 
 # Fitted with the bundled draft on the prompts of `slipstream bench`. For sampled requests with a temperature below 1,
@@ -75,8 +75,8 @@ class DraftKind:
         if self.octave is None:
             return np.array(GREEDY_WEIGHTS)
         scale = min(1.0, 2.0 ** (self.octave / 2))
-        surety, noise_share, *others = SAMPLED_WEIGHTS
-        return np.array((scale * surety, scale * noise_share, *others))
+        sharpness, noise_share, *others = SAMPLED_WEIGHTS
+        return np.array((scale * sharpness, scale * noise_share, *others))
 
 
 @dataclass(eq=False, slots=True)
@@ -92,10 +92,10 @@ class _Fit:
         gradient = row - chances @ features
         self.squares += gradient**2
         weights = self.weights + LEARNING_RATE * gradient / np.sqrt(self.squares)
-        surety = min(max(weights[0], SURETY_BOUNDS[0]), SURETY_BOUNDS[1])
-        weights[0] = surety
+        sharpness = min(max(weights[0], SHARPNESS_BOUNDS[0]), SHARPNESS_BOUNDS[1])
+        weights[0] = sharpness
         if self.weights[1]:  # greedy requests have no noise
-            weights[1] = min(max(weights[1], NOISE_SHARE_BOUNDS[0] * surety), NOISE_SHARE_BOUNDS[1] * surety)
+            weights[1] = min(max(weights[1], NOISE_SHARE_BOUNDS[0] * sharpness), NOISE_SHARE_BOUNDS[1] * sharpness)
         self.weights = weights
 
 
@@ -225,9 +225,9 @@ class DraftSampler:
         vocabulary: int,
         limits: DraftingLimits,
         calibration: Calibration,
-        makers: tuple[Maker, ...] = MAKERS,
+        processor_factories: tuple[ProcessorFactory, ...] = PROCESSOR_FACTORIES,
     ) -> None:
-        self._processors = SessionProcessors(makers)
+        self._processors = SessionProcessors(processor_factories)
         self._token_ids = token_ids  # (columns,)
         self._vocabulary = vocabulary
         self._limits = limits
@@ -240,7 +240,7 @@ class DraftSampler:
         for draft, logits, hidden in read:
             predictions = [
                 _Prediction(draft, row, state, draft.position + offset, draft.is_consecutive_prediction(offset))
-                for offset, (row, state) in enumerate(zip(logits, _each(hidden, len(logits)), strict=True))
+                for offset, (row, state) in enumerate(zip(logits, _states_or_nones(hidden, len(logits)), strict=True))
             ]
             if draft.sends_probs:
                 self._draw(predictions)
@@ -379,8 +379,8 @@ class DraftSampler:
 class SessionProcessors:
     """Logits processors of a drafter's sessions, created for a session's first draft."""
 
-    def __init__(self, makers: tuple[Maker, ...]) -> None:
-        self._makers = makers
+    def __init__(self, processor_factories: tuple[ProcessorFactory, ...]) -> None:
+        self._factories = processor_factories
         self._all: dict[str, tuple[SessionText, ProcessorChain | None]] = {}
 
     def of(self, text: SessionText) -> ProcessorChain | None:
@@ -388,7 +388,7 @@ class SessionProcessors:
         name = text.open.session
         current, chain = self._all.get(name, (None, None))
         if current is not text:  # a new or reopened session
-            chain = chain_of(text.open, self._makers)
+            chain = chain_of(text.open, self._factories)
             self._all[name] = text, chain
         if chain is not None:
             chain.follow(text.tokens)
@@ -409,14 +409,14 @@ def _candidates(
 ) -> Candidates:
     """Restricts candidates to those likely to pass top-k, top-p and min-p."""
     probs = np.exp(log_probs)
-    count = _kept(log_probs, probs, sampling)
+    count = _count_kept(log_probs, probs, sampling)
     others = 1.0 - float(probs.sum()) if count == len(ids) else 0.0
     within = math.log(probs[:count].sum()) if count < len(ids) else 0.0
     log_probs = np.maximum(log_probs[:count] - within, MIN_LOG_PROB)
     return Candidates(ids[:count], log_probs, noise[:count], math.log(max(others, MIN_OTHERS_PROBABILITY)))
 
 
-def _kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], sampling: Sampling) -> int:
+def _count_kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], sampling: Sampling) -> int:
     """Returns the number of tokens that pass the request's filters; at least one."""
     count = len(probs)
     if sampling.greedy:
@@ -444,6 +444,6 @@ def _choices(logits: Tensor) -> Choices:
     return Choices(ids.tolist(), chances.tolist())
 
 
-def _each(states: Tensor | None, tokens: int) -> Iterable[Tensor | None]:
+def _states_or_nones(states: Tensor | None, tokens: int) -> Iterable[Tensor | None]:
     """Returns the state of each token, (hidden,); all None without states."""
     return repeat(None, tokens) if states is None else states

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.attention.select_backend import AttentionReport, Tried
+from actors.attention.select_backend import AttentionReport, TriedBackend
 from actors.drafter import Drafter
 from actors.drafters.lookup.ngram import NgramDraft
 from actors.engine.executor import ThreadEngine
@@ -152,7 +152,7 @@ def test_every_family_has_a_description(clock: Clock) -> None:
 
 
 def test_attention_fallbacks_on_gpus_are_counted() -> None:
-    tried = (Tried("gathered", 3.0), Tried("flex", None, "RuntimeError: no compiler"))
+    tried = (TriedBackend("gathered", 3.0), TriedBackend("flex", None, "RuntimeError: no compiler"))
     slow = AttentionReport("gathered", tried)
     on_a_cpu = AttentionReport("gathered")
     assert attention_counts([slow, slow, on_a_cpu]) == {"slipstream_attention_fallbacks": {"gathered": 2}}

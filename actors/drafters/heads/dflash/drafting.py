@@ -30,7 +30,7 @@ from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
 from actors.models.decoder import Rotation, rotation_of
-from actors.sampling.logits_processors import MAKERS
+from actors.sampling.logits_processors import PROCESSOR_FACTORIES
 from cluster.config import DraftPool
 from protos.messages import StatesNeeded
 
@@ -160,25 +160,25 @@ class DFlashDecoder:
         size = self.config.block_size
         query = torch.split(self._query(layer, inputs, step.rotation), size)
         key_value = self._key_value(layer, torch.cat([step.states, inputs]), step.rotation)
-        of_states = torch.split(key_value[: len(step.states)], step.counts)
-        of_block = torch.split(key_value[len(step.states) :], size)
-        pieces = zip(step.contexts, step.starts, of_states, query, of_block, strict=True)
+        context_kv = torch.split(key_value[: len(step.states)], step.counts)
+        block_kv = torch.split(key_value[len(step.states) :], size)
+        pieces = zip(step.contexts, step.starts, context_kv, query, block_kv, strict=True)
         kind = self.config.layers[index]
         return torch.cat([_attend(context, start, index, kind, *piece) for context, start, *piece in pieces])
 
     def _query(self, layer: DFlashLayer, inputs: Tensor, rotation: Rotation) -> Tensor:
         """Returns queries, (rows, heads, dim), rotated by the last rows of `rotation`."""
         query = layer.query_norm(layer.query(inputs).view(len(inputs), self.config.heads, self.config.head_dim))
-        return _turned(query, Rotation(rotation.cos[-len(query) :], rotation.sin[-len(query) :]))
+        return _rotate(query, Rotation(rotation.cos[-len(query) :], rotation.sin[-len(query) :]))
 
     def _key_value(self, layer: DFlashLayer, inputs: Tensor, rotation: Rotation) -> Tensor:
         """Returns keys and values, (rows, 2, kv heads, dim)."""
         shape = (len(inputs), 2, self.config.kv_heads, self.config.head_dim)
         key, value = layer.key_value(inputs).view(shape).unbind(1)
-        return torch.stack((_turned(layer.key_norm(key), rotation), value), dim=1)
+        return torch.stack((_rotate(layer.key_norm(key), rotation), value), dim=1)
 
 
-def _turned(x: Tensor, rotation: Rotation) -> Tensor:
+def _rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return x * rotation.cos + x.roll(x.shape[-1] // 2, -1) * rotation.sin
 
 
@@ -187,15 +187,15 @@ def _attend(
     start: int,
     index: int,
     kind: DFlashLayerKind,
-    of_states: Tensor,
+    context_kv: Tensor,
     query: Tensor,
-    of_block: Tensor,
+    block_kv: Tensor,
 ) -> Tensor:
     """Returns the attention output of one session's block, (block, heads x dim).
 
     Also writes the block's keys and values to the context; later states overwrite them.
     """
-    key_value = context.write(index, start - len(of_states), torch.cat([of_states, of_block]))
+    key_value = context.write(index, start - len(context_kv), torch.cat([context_kv, block_kv]))
     first = context.begin  # start of the anchor's window
     if kind.window is not None:
         first = max(first, start - kind.window + 1)
@@ -273,9 +273,9 @@ class DFlashPredictor:
     # ------------------------------------------------------------ blocks
 
     def fill(self, drafts: Sequence[PredictedDraft], interrupted: Callable[[], bool]) -> None:
-        fill_positions(drafts, self.width, self._foresee, self._sampler, interrupted)
+        fill_positions(drafts, self.width, self._predict_logits, self._sampler, interrupted)
 
-    def _foresee(self, drafts: Sequence[PredictedDraft], counts: Sequence[int]) -> Sequence[Tensor]:
+    def _predict_logits(self, drafts: Sequence[PredictedDraft], counts: Sequence[int]) -> Sequence[Tensor]:
         self._draft_blocks([draft for draft in drafts if self._known(draft) is None])
         hidden = [
             logits[:count]
@@ -335,8 +335,8 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     )
     log.info("\n".join(decoder.config.describe()))
     limits = DraftingLimits(draft.dflash.draft_probs_top_k)
-    makers = (*MAKERS, *setup.makers)
-    sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration(), makers)
+    processor_factories = (*PROCESSOR_FACTORIES, *setup.processor_factories)
+    sampler = DraftSampler(decoder.token_ids, decoder.config.vocabulary, limits, Calibration(), processor_factories)
     is_projected = draft.states.projects_at_target(decoder.config.needs)
     return decoded(HeadDrafter(DFlashPredictor(decoder, sampler, is_projected), sampler), setup)
 

@@ -27,7 +27,7 @@ from actors.drafters.registry import DraftSetup
 from actors.engine.memory import page_count
 from actors.engine.process import device_of
 from actors.models.checkpoint import local_folder
-from actors.sampling.logits_processors import Maker
+from actors.sampling.logits_processors import ProcessorFactory
 from cluster.config import DraftPool
 from cluster.config_sections import HeadOptions
 from cluster.errors import ModelError
@@ -128,7 +128,14 @@ def deployed(
     limits = DraftingLimits(options.draft_probs_top_k)
     is_projected = draft.states.projects_at_target(head.config.needs)
     method = eagle_draft_model(
-        head, pages, page_size, limits, setup.draft_tokens, is_projected=is_projected, makers=setup.makers, load=load
+        head,
+        pages,
+        page_size,
+        limits,
+        setup.draft_tokens,
+        is_projected=is_projected,
+        processor_factories=setup.processor_factories,
+        load=load,
     )
     return decoded(method, setup)
 
@@ -143,7 +150,7 @@ def eagle_draft_model(
     calibration: Calibration | None = None,
     attention: AttentionBackend | None = None,
     is_projected: bool = False,
-    makers: Sequence[Maker] = (),
+    processor_factories: Sequence[ProcessorFactory] = (),
     load: Callable[[Path], EagleHead] | None = None,
 ) -> DraftModel:
     """Creates the method with `pages` cache pages; `choose_attention` selects the default `attention`.
@@ -176,6 +183,6 @@ def eagle_draft_model(
         masks=masks,
         calibration=calibration,
         feed=feed,
-        makers=makers,
+        processor_factories=processor_factories,
         load=None if load is None else load_weights,
     )

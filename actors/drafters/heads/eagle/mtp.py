@@ -27,7 +27,7 @@ from actors.drafters.heads.rope import TargetShape, target_shape
 from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
-from actors.models.checkpoint import first_of_each, folder_with, local_folder
+from actors.models.checkpoint import first_existing, folder_with, local_folder
 from actors.models.config_reader import read_config
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.config import DraftPool
@@ -111,9 +111,9 @@ def layout_in(stored: Iterable[str], layers: int, where: str) -> MtpLayout:
     for layout in layouts_of(layers):
         if f"{layout.prefix}{layout.fc}.weight" in names:
             return layout
-    looked_for = ", ".join(f"{layout.prefix}{layout.fc}.weight" for layout in layouts_of(layers))
+    expected_names = ", ".join(f"{layout.prefix}{layout.fc}.weight" for layout in layouts_of(layers))
     raise ModelError(
-        f"{where} holds no supported multi-token prediction module: none of {looked_for}; use a target that"
+        f"{where} holds no supported multi-token prediction module: none of {expected_names}; use a target that"
         " contains one, or another drafting method"
     )
 
@@ -153,7 +153,7 @@ def folder_with_mtp(target: str) -> Path:
 
     def wanted(names: Collection[str]) -> list[str]:
         layout = layout_in(names, layers, target)
-        return [*(name for name in names if name.startswith(layout.prefix)), *first_of_each((EMBEDDING, HEAD))(names)]
+        return [*(name for name in names if name.startswith(layout.prefix)), *first_existing((EMBEDDING, HEAD))(names)]
 
     return folder_with(target, wanted)
 

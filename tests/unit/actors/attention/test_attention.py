@@ -44,7 +44,7 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
 def a_cache(pages: int = 12) -> PagedCache:
     """Returns a cache filled with large numbers, which reveal reads of unwritten memory."""
     cache = PagedCache(pages, PAGE_SIZE, torch.float32, CPU)
-    cache.layer(0, KV_HEADS, HEAD_DIM)[: cache.nowhere] = 1e3
+    cache.layer(0, KV_HEADS, HEAD_DIM)[: cache.padding_slot] = 1e3
     return cache
 
 

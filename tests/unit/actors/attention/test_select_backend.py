@@ -20,7 +20,7 @@ from actors.attention.select_backend import (
     AttentionReport,
     AttentionShape,
     Trial,
-    Tried,
+    TriedBackend,
     choose_attention,
     fallback_warning,
     fastest,
@@ -212,9 +212,9 @@ def test_what_flex_builds_is_built_before_anything_is_served(monkeypatch):
 
 
 def test_gathered_on_a_gpu_is_a_fallback_that_names_what_is_missing():
-    own = Tried("gathered", 3.0)
-    missing = Tried("flashinfer", None, "ImportError: no such library")
-    slower = Tried("flex", 4.0)
+    own = TriedBackend("gathered", 3.0)
+    missing = TriedBackend("flashinfer", None, "ImportError: no such library")
+    slower = TriedBackend("flex", 4.0)
     report = AttentionReport("gathered", (own, missing, slower))
     assert report.is_fallback
     assert fallback_warning(report).endswith(
@@ -224,11 +224,13 @@ def test_gathered_on_a_gpu_is_a_fallback_that_names_what_is_missing():
 
 def test_where_there_was_no_choice_or_a_better_one_nothing_is_a_fallback():
     assert not AttentionReport("gathered").is_fallback, "on a CPU"
-    assert not AttentionReport("flex", (Tried("gathered", 3.0), Tried("flex", 1.0))).is_fallback
+    assert not AttentionReport("flex", (TriedBackend("gathered", 3.0), TriedBackend("flex", 1.0))).is_fallback
 
 
 def test_a_fallback_is_an_error_in_the_log(monkeypatch, caplog):
-    report = AttentionReport("gathered", (Tried("gathered", 3.0), Tried("flex", None, "RuntimeError: no compiler")))
+    report = AttentionReport(
+        "gathered", (TriedBackend("gathered", 3.0), TriedBackend("flex", None, "RuntimeError: no compiler"))
+    )
     monkeypatch.setattr("actors.attention.select_backend.fastest", lambda *_: (SdpaGather(), report))
     monkeypatch.setattr("actors.attention.select_backend.Trial", lambda *_: Mock())
     choose_attention(SHAPE, torch.device("cuda"))

@@ -235,11 +235,11 @@ class FedDesk:
     def read(self, branch: CacheBranch, tokens: Sequence[int], predicted: Tensor) -> list[float]:
         """Returns the states fed with `tokens`; predicts further states at the last places."""
         draft = self.draft(branch, tokens)
-        assert self.feed.feedable(draft, len(tokens)) == len(tokens)
+        assert self.feed.count_feedable(draft, len(tokens)) == len(tokens)
         start = len(branch.tokens)
         assert self.cache.feed(branch, tokens, {"s"}) is not None
         found: list[float] = self.feed.states(branch, start, 0).flatten().tolist()
-        self.feed.remember(branch, predicted)
+        self.feed.store_predicted(branch, predicted)
         return found
 
     def draft(self, branch: CacheBranch, tokens: Sequence[int]) -> CachedDraft:
@@ -304,7 +304,7 @@ def test_what_was_predicted_of_another_text_is_forgotten(desk: FedDesk) -> None:
     assert resumed is branch
     assert len(branch.tokens) == 5
     assert sorted(branch.predicted) == [5]
-    assert desk.feed.feedable(desk.draft(branch, [20, 21, 22]), 3) == 1
+    assert desk.feed.count_feedable(desk.draft(branch, [20, 21, 22]), 3) == 1
 
 
 def test_a_row_that_comes_twice_is_projected_once(desk: FedDesk) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from actors.attention.batch import never
 from actors.compute.kv_cache import InputRow
-from actors.engine.executor import StepExecutor, done_within
+from actors.engine.executor import StepExecutor, finishes_within
 from actors.models.decoder import ForwardOutput
 from cluster.page_allocator import PageCopy, SlotMove
 from cluster.verification.step import Outcome, Row, StepPlan
@@ -342,12 +342,12 @@ async def stands_still(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 async def test_what_is_done_in_time_is() -> None:
-    assert await done_within(1e6, asyncio.ensure_future(asyncio.sleep(0)))
+    assert await finishes_within(1e6, asyncio.ensure_future(asyncio.sleep(0)))
 
 
 async def test_what_is_never_done_is_given_up() -> None:
     work = asyncio.get_running_loop().create_future()
-    assert not await done_within(0.0, work)
+    assert not await finishes_within(0.0, work)
     assert not work.cancelled(), "whose it is may cancel it"
 
 
@@ -357,12 +357,12 @@ async def test_what_comes_soon_after_a_stop_has_come_in_time(stands_still: list[
         for _ in range(10):  # until the waiter reads the clock
             await asyncio.sleep(0)
 
-    assert await done_within(10.0, asyncio.ensure_future(answer()))
+    assert await finishes_within(10.0, asyncio.ensure_future(answer()))
 
 
 async def test_what_hangs_is_given_up_after_its_limit(stands_still: list[float]) -> None:
     work = asyncio.get_running_loop().create_future()
-    waiting = asyncio.ensure_future(done_within(100.0, work))
+    waiting = asyncio.ensure_future(finishes_within(100.0, work))
     while not waiting.done():
         stands_still.append(0.2)
         await asyncio.sleep(0)

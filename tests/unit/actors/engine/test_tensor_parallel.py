@@ -18,12 +18,12 @@ from actors.compute.kv_cache import InputRow
 from actors.engine.tensor_parallel import (
     RankGroup,
     RankReport,
-    first_to_end,
     from_tensor,
+    or_rank_failure,
+    raise_when_any_ends,
     receive_step,
     send_step,
     to_tensor,
-    while_running,
 )
 from actors.models.weights import LoadReport
 from cluster.costs import ForwardCost
@@ -101,13 +101,13 @@ async def ranks() -> list[asyncio.Future[None]]:
 async def test_the_first_rank_that_dies_is_an_error(ranks: list[asyncio.Future[None]]) -> None:
     ranks[1].set_exception(RayError("killed"))
     with pytest.raises(EngineError, match=r"a tensor-parallel rank failed: .*killed"):
-        await first_to_end(ranks)
+        await raise_when_any_ends(ranks)
 
 
 async def test_a_rank_that_just_ends_is_an_error(ranks: list[asyncio.Future[None]]) -> None:
     ranks[0].set_result(None)
     with pytest.raises(EngineError, match="a tensor-parallel rank has ended"):
-        await first_to_end(ranks)
+        await raise_when_any_ends(ranks)
 
 
 async def test_what_is_done_while_all_ranks_run_is_given(ranks: list[asyncio.Future[None]]) -> None:
@@ -115,8 +115,8 @@ async def test_what_is_done_while_all_ranks_run_is_given(ranks: list[asyncio.Fut
         await asyncio.sleep(0)
         return "measured"
 
-    assert await while_running(measure(), ranks) == "measured"
-    assert await while_running(measure(), []) == "measured"
+    assert await or_rank_failure(measure(), ranks) == "measured"
+    assert await or_rank_failure(measure(), []) == "measured"
 
 
 async def test_nobody_waits_for_a_rank_that_waits_for_one_that_died(ranks: list[asyncio.Future[None]]) -> None:
@@ -124,14 +124,14 @@ async def test_nobody_waits_for_a_rank_that_waits_for_one_that_died(ranks: list[
     ranks[0].set_exception(RayError("killed"))
     async with asyncio.timeout(10):
         with pytest.raises(EngineError, match="killed"):
-            await while_running(for_ever, ranks)
+            await or_rank_failure(for_ever, ranks)
 
 
 async def test_what_fails_while_ranks_run_raises_as_it_does(ranks: list[asyncio.Future[None]]) -> None:
     failing: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     failing.set_exception(MemoryError("too large"))
     with pytest.raises(MemoryError, match="too large"):
-        await while_running(failing, ranks)
+        await or_rank_failure(failing, ranks)
 
 
 class Silent:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from actors.target import GrammarGate, TargetReplica
-from cluster.trust import Refusals, not_permitted
+from cluster.trust import Refusals, ownership_refusal
 from cluster.verification.scheduler import VerificationLimits
 from protos.codec import Decoded
 from protos.messages import Close, Hello, LiveSession, Refusal, RefusalReason
@@ -126,7 +126,7 @@ async def test_another_routers_open_of_a_held_session_is_not_permitted(attempt, 
     theirs = replace(REQUEST, attempt=attempt, grammar=grammar)
     assert target.gate.intercept("r", held)
     assert target.gate.intercept("stranger", theirs)
-    no = not_permitted(theirs)
+    no = ownership_refusal(theirs)
     assert target.refused == [("stranger", "s", attempt, no.reason, no.message)]
     assert target.refusals.counts == {"an Open of another router's session": 1}
     await target.ends("g")
@@ -225,5 +225,5 @@ async def test_a_replica_has_one_owner_for_a_session_that_is_held_and_once_it_ha
     assert replica.scheduler.admission.router_of("s") == new
     _, *refused = await outbox.take()
     full = Refusal("one too many", 2, RefusalReason.OVERLOADED, "1 sessions wait for their grammars already")
-    assert refused == [not_permitted(theirs), full, not_permitted(theirs)]
+    assert refused == [ownership_refusal(theirs), full, ownership_refusal(theirs)]
     assert replica.scheduler.refusals.counts == {"an Open of another router's session": 2}

@@ -8,7 +8,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits
 
 from actors.grammars import GrammarCompiler, TextGrammar, unpacked
-from actors.sampling.logits_processors import MAKERS, chain_of, paths_of
+from actors.sampling.logits_processors import PROCESSOR_FACTORIES, chain_of, paths_of
 from cluster.errors import GrammarError
 from protos.draft_tree import DraftTree
 from protos.messages import TokenRules
@@ -160,7 +160,7 @@ def left(row):
 
 
 def test_rows_of_a_block_keep_what_the_grammar_allows_after_their_paths():
-    chain = chain_of(opened(grammar=ABC), (*MAKERS, COMPILER.masking))
+    chain = chain_of(opened(grammar=ABC), (*PROCESSOR_FACTORIES, COMPILER.masking))
     draft = DraftTree((0, 0, 1), (-1, 0, 0))
     found = chain.apply(LOGITS, paths_of(draft))
     assert [left(row) for row in found] == [{0, 3, 5}, {1, 2, 6, END}, set(range(VOCABULARY)), {1, 2, 6, END}]
@@ -170,14 +170,16 @@ def test_rows_of_a_block_keep_what_the_grammar_allows_after_their_paths():
 
 def test_a_session_that_is_opened_in_the_middle_follows_what_was_generated():
     request = opened(prompt=(7,), grammar=ABC)
-    chain = chain_of(request, (*MAKERS, COMPILER.masking))
+    chain = chain_of(request, (*PROCESSOR_FACTORIES, COMPILER.masking))
     chain.follow([7, 0, 1])
     assert left(chain.apply(LOGITS[:1], [()])[0]) == {1, 2, 6, END}
 
 
 def test_where_other_rules_leave_nothing_the_grammar_decides():
     rules = TokenRules(allowed=(1,))
-    chain = chain_of(opened(grammar=LLMatcher.grammar_from_regex("a|c"), rules=rules), (*MAKERS, COMPILER.masking))
+    chain = chain_of(
+        opened(grammar=LLMatcher.grammar_from_regex("a|c"), rules=rules), (*PROCESSOR_FACTORIES, COMPILER.masking)
+    )
     found = chain.apply(LOGITS[:1], [()])[0]
     assert left(found) == {0, 2}
     assert found[0] == found[2] == 0

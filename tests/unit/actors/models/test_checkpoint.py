@@ -38,13 +38,13 @@ from actors.models.checkpoint import (
     check_tensor_parallel,
     checkpoint_fingerprint,
     end_ids,
-    first_of_each,
+    extra_tokens,
+    first_existing,
     folder_with,
+    layer_names,
     load,
     load_model,
     local_folder,
-    of_layers,
-    surplus_tokens,
     vocabulary,
     vocabulary_fingerprint,
 )
@@ -397,17 +397,17 @@ def test_the_vocabulary_is_the_tokenizers_without_padding_rows(tmp_path):
 def test_tokens_without_an_embedding_are_not_served_and_are_reported(tmp_path):
     folder = with_tokenizer(a_checkpoint(tmp_path, vocab_size=3))
     assert vocabulary(folder) == dict(enumerate(WORDS[:3]))
-    assert "1 tokens that the model, with 3 rows, has no embedding for (c)" in surplus_tokens(folder)
-    assert "every chat" not in surplus_tokens(folder)
+    assert "1 tokens that the model, with 3 rows, has no embedding for (c)" in extra_tokens(folder)
+    assert "every chat" not in extra_tokens(folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.chat_template = "c{{ messages }}"
     tokenizer.save_pretrained(folder)
-    assert "every chat, because the chat template writes c, are refused" in surplus_tokens(folder)
+    assert "every chat, because the chat template writes c, are refused" in extra_tokens(folder)
 
 
 @pytest.mark.parametrize("rows", [4, 16])
 def test_rows_that_pad_an_embedding_are_no_mismatch(tmp_path, rows):
-    assert surplus_tokens(with_tokenizer(a_checkpoint(tmp_path, vocab_size=rows))) == ""
+    assert extra_tokens(with_tokenizer(a_checkpoint(tmp_path, vocab_size=rows))) == ""
 
 
 def test_an_end_that_the_model_cannot_produce_is_none(tmp_path):
@@ -637,7 +637,7 @@ def test_layers_of_the_target_are_fetched_without_the_others(hub: Hub) -> None:
 
 def test_what_was_fetched_is_what_a_whole_checkpoint_has(hub: Hub) -> None:
     layers = (1, 2)
-    found = load_layers(folder_with(ID, of_layers(layers)), layers, "float32", torch.device("cpu"))
+    found = load_layers(folder_with(ID, layer_names(layers)), layers, "float32", torch.device("cpu"))
     whole = load_layers(TARGET, layers, "float32", torch.device("cpu"))
     for name, tensor in whole.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor)
@@ -648,16 +648,16 @@ def test_a_checkpoint_in_one_file_is_fetched_whole(hub: Hub) -> None:
     for path in hub.origin.glob("*.safetensors"):
         path.unlink()
     shutil.copy(TARGET / "model.safetensors", hub.origin)
-    folder_with(ID, first_of_each([("model.embed_tokens.weight",)]))
+    folder_with(ID, first_existing([("model.embed_tokens.weight",)]))
     assert hub.fetched == {"model"}
 
 
 def test_a_local_folder_is_as_it_is(hub: Hub) -> None:
-    assert folder_with(str(TARGET), of_layers([0])) == TARGET
+    assert folder_with(str(TARGET), layer_names([0])) == TARGET
     assert hub.fetched == set()
 
 
 def test_names_are_chosen_by_layer_and_by_preference() -> None:
     names = ["model.layers.1.a", "model.layers.10.a", "layers.2.a", "model.norm", "embed"]
-    assert of_layers([1, 2])(names) == ["model.layers.1.a", "layers.2.a", "model.norm", "embed"]
-    assert first_of_each([("lm_head", "embed"), ("embed",), ("absent",)])(names) == ["embed", "embed"]
+    assert layer_names([1, 2])(names) == ["model.layers.1.a", "layers.2.a", "model.norm", "embed"]
+    assert first_existing([("lm_head", "embed"), ("embed",), ("absent",)])(names) == ["embed", "embed"]

@@ -152,14 +152,14 @@ def test_where_few_candidates_are_sure_to_suffice_they_are_all_that_is_left_and_
     """
     scales = torch.tensor([0.01, 0.1, 1.0, 4.0, 16.0]).repeat(8).unsqueeze(1)
     logits = (2 * scales * torch.randn(40, 5000, generator=torch.Generator().manual_seed(4))).round() / 2
-    exact = restrict(logits, sampling, thorough=True)
+    exact = restrict(logits, sampling, exhaustive=True)
     assert exact.candidates is None
-    assert exact.sure.all()
+    assert exact.is_exact.all()
     quick = restrict(logits, sampling)
-    torch.testing.assert_close(quick.logits[quick.sure], exact.logits[quick.sure])
+    torch.testing.assert_close(quick.logits[quick.is_exact], exact.logits[quick.is_exact])
     assert quick.candidates.shape[1] < 5000
-    for row, candidates, sure in zip(exact.logits, quick.candidates, quick.sure, strict=True):
+    for row, candidates, is_exact in zip(exact.logits, quick.candidates, quick.is_exact, strict=True):
         left = set(row.isfinite().nonzero().flatten().tolist())
-        assert not sure or left <= set(candidates.tolist())
-    assert quick.sure.any()
-    assert not quick.sure.all(), "some rows need more: else this showed nothing of them"
+        assert not is_exact or left <= set(candidates.tolist())
+    assert quick.is_exact.any()
+    assert not quick.is_exact.all(), "some rows need more: else this showed nothing of them"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.sampling.acceptance import DrawAddress, PendingBlock, decide
-from actors.sampling.logits_processors import MAKERS, chain_of
+from actors.sampling.logits_processors import PROCESSOR_FACTORIES, chain_of
 from actors.sampling.scoring import decided_scores, margin
 from actors.vllm_engine.coupled_sampler import (
     ExtraResults,
@@ -48,7 +48,7 @@ def test_a_request_of_vllms_own_has_none():
 
 
 def test_a_block_is_the_own_engines():
-    block = SessionDraws.of(PLAIN, MAKERS).block(5, noted([1, 2, 3, 4, 5], []), [6, 7])
+    block = SessionDraws.of(PLAIN, PROCESSOR_FACTORIES).block(5, noted([1, 2, 3, 4, 5], []), [6, 7])
     address = DrawAddress(1 << 60, 4, 5)
     assert block == PendingBlock(Acceptance.COUPLED, PLAIN.sampling, DraftTree.chain((6, 7)), None, address)
 
@@ -56,10 +56,10 @@ def test_a_block_is_the_own_engines():
 def test_only_what_is_new_is_looked_at_and_only_where_a_rule_needs_it():
     """The client's prompt ends at 3; penalties count the next token, which was committed elsewhere."""
     asked: list[tuple[int, int]] = []
-    session = SessionDraws.of(PENALISED, MAKERS)
+    session = SessionDraws.of(PENALISED, PROCESSOR_FACTORIES)
     for text in ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6]):
         session.block(len(text), noted(text, asked), [])
-    SessionDraws.of(PLAIN, MAKERS).block(5, noted([], asked), [])
+    SessionDraws.of(PLAIN, PROCESSOR_FACTORIES).block(5, noted([], asked), [])
     assert asked == [(3, 4), (4, 6)]
 
 
@@ -67,7 +67,7 @@ def test_only_what_is_new_is_looked_at_and_only_where_a_rule_needs_it():
 def test_decisions_are_those_of_the_own_engine(request_: Open):
     text = [*request_.tokens, 5, 5, 5]
     logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
-    session = SessionDraws.of(request_, MAKERS)
+    session = SessionDraws.of(request_, PROCESSOR_FACTORIES)
     (found,), _ = decide_all([session], [session.block(len(text), noted(text, []), [6, 7])], logits)
     chain = chain_of(request_)
     chain.follow(text)
@@ -81,7 +81,7 @@ def test_decisions_are_those_of_the_own_engine(request_: Open):
 def test_scores_and_margins_are_returned_only_where_they_are_requested():
     scored = Open("s", 1, (1,), 1, 9, (), Sampling(), 3, 0, 9, Acceptance.COUPLED, 5, scoring=Scoring(top=2))
     audit = Open("u", 1, (1,), 1, 9, (), Sampling(), 4, 0, 9, Acceptance.COUPLED, 0, audit=True, rival=8)
-    sessions = [SessionDraws.of(request, MAKERS) for request in (PLAIN, scored, audit)]
+    sessions = [SessionDraws.of(request, PROCESSOR_FACTORIES) for request in (PLAIN, scored, audit)]
     drafts = ([1, 2], [3], [])
     blocks = [
         session.block(len(session.request.tokens), noted([], []), draft)

@@ -132,7 +132,9 @@ def test_a_prefix_hit_is_recomputed_without_changing_the_text():
 
 
 @pytest.mark.parametrize(
-    ("by", "first", "recomputed"), [(9, 9, 3), (12, 12, 0), (14, 12, 0), (0, 0, 12)], ids=["some", "none", "later", "all"]
+    ("by", "first", "recomputed"),
+    [(9, 9, 3), (12, 12, 0), (14, 12, 0), (0, 0, 12)],
+    ids=["some", "none", "later", "all"],
 )
 def test_a_prefix_hit_is_recomputed_only_from_where_a_drafter_may_begin(by, first, recomputed):
     desk = FreshDesk()

@@ -181,7 +181,7 @@ def test_a_text_grows_and_earlier_views_stay():
     text.extend(range(4, 100))
     assert before.tolist() == [1, 2]
     assert text.tokens.tolist() == list(range(1, 100))
-    assert text.followed_by((7,)).tolist() == [*range(1, 100), 7]
+    assert text.following_tokens((7,)).tolist() == [*range(1, 100), 7]
 
 
 # ---------------------------------------------------------------- calibration
