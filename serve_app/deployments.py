@@ -71,14 +71,14 @@ from serve_app.startup import (
     start_drafter,
     start_target,
     start_trainer,
-    started_within,
+    with_start_timeout,
 )
 
 log = logging.getLogger("ray.serve")
 Result = TypeVar("Result")
 
 MAX_PREFIX_ADVANTAGE = 0.25  # maximum extra load outweighed by a cached prefix, as a share of a target's slots
-OWN_STOP_PERIOD_S = 0.5
+REMOVAL_CHECK_PERIOD_S = 0.5
 DRAFTER_LEAVES_S = 5.0  # seconds for routers to move a drafter's sessions; without another, targets decode alone
 LOOK_PERIOD_S = 2.0  # seconds between a trainer's checks for new examples
 
@@ -104,7 +104,7 @@ def check_running(work: asyncio.Task[None]) -> None:
         work.result()
 
 
-async def _while_working(work: asyncio.Task[None], leaving: Coroutine[Any, Any, None]) -> None:
+async def _wait_unless_failed(work: asyncio.Task[None], leaving: Coroutine[Any, Any, None]) -> None:
     """Waits until the replica has left or its work has failed."""
     task = asyncio.create_task(leaving)
     await asyncio.wait((task, work), return_when=asyncio.FIRST_COMPLETED)
@@ -167,7 +167,7 @@ class TargetDeployment(_ReplicaDeployment):
         tracing = self._start_tracing(config.tracing, "target")
         self._engine_name = engine_of(config.target, serve.get_replica_context().rank.rank)
         starting = start_target(config, self._engine_name)
-        files, started = await started_within(config.target.start_timeout_s, "target.start_timeout_s", starting)
+        files, started = await with_start_timeout(config.target.start_timeout_s, "target.start_timeout_s", starting)
         self._engine = started.engine
         self._ending.push_async_callback(self._engine.close)
         self._replica = TargetReplica(
@@ -268,7 +268,7 @@ class TargetDeployment(_ReplicaDeployment):
         return target_sample(self._replica, f"target {os.getpid()}")
 
     async def _leave(self) -> None:
-        await _while_working(self._work, self._replica.leave(self._drain_s))
+        await _wait_unless_failed(self._work, self._replica.leave(self._drain_s))
         await self._stop(self._server)
 
 
@@ -286,7 +286,7 @@ class DraftDeployment(_ReplicaDeployment):
         config = with_own_part(config, os.environ)
         use_cpu(config.draft.resources)
         starting = asyncio.to_thread(start_drafter, config)
-        started = await started_within(config.draft.start_timeout_s, "draft.start_timeout_s", starting)
+        started = await with_start_timeout(config.draft.start_timeout_s, "draft.start_timeout_s", starting)
         self._costs = started.costs
         tracing = self._start_tracing(config.tracing, "drafter")
         is_background = config.draft.resources.background
@@ -382,7 +382,7 @@ class DraftDeployment(_ReplicaDeployment):
 
     async def _leave(self) -> None:
         if self._drafter.stuck_s is None:
-            await _while_working(self._work, self._drafter.leave(DRAFTER_LEAVES_S))
+            await _wait_unless_failed(self._work, self._drafter.leave(DRAFTER_LEAVES_S))
         await self._stop(self._server)
 
 
@@ -513,7 +513,7 @@ class RouterDeployment(_ReplicaDeployment):
         if at.port:
             self._ending.push_async_callback(AdminAddress(self._api, at.host, at.port).close)
         self._work = asyncio.create_task(run_logged("the router's membership loop", self._router.run()))
-        following = self._follow_own_stop(config.server.drain_s)
+        following = self._watch_removal(config.server.drain_s)
         self._stop_watch = asyncio.create_task(run_logged("the watch for this router's own stop", following))
         self._ending.push_async_callback(self._stop_working)
 
@@ -541,7 +541,7 @@ class RouterDeployment(_ReplicaDeployment):
         """
         self._router.drain(within_s)
 
-    async def _follow_own_stop(self, drain_s: float) -> None:
+    async def _watch_removal(self, drain_s: float) -> None:
         """Ends requests that outlast `drain_s` after Serve stops this replica, before Serve kills it.
 
         Serve does not notify the replica, but removes it from the list of replicas that receive requests. An update of
@@ -553,10 +553,10 @@ class RouterDeployment(_ReplicaDeployment):
         while True:
             if name in running_replicas(own):
                 was_listed = True
-                self._router.go_on()
+                self._router.cancel_end()
             elif was_listed:
                 self._router.end_after(drain_s)
-            await asyncio.sleep(OWN_STOP_PERIOD_S)
+            await asyncio.sleep(REMOVAL_CHECK_PERIOD_S)
 
     def check_health(self) -> None:
         super().check_health()

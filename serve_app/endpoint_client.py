@@ -17,7 +17,7 @@ from cluster.errors import SlipstreamError
 TIMEOUT = httpx.Timeout(300, connect=5)
 LIMITS = httpx.Limits(max_connections=None)
 
-COUNTED = (
+COUNTED_METRICS = (
     "completion_tokens",
     "draft_tokens",
     "accepted_tokens",
@@ -184,10 +184,10 @@ class Counters:
         values: dict[str, int] = {}
         for sample in (sample for family in families for sample in family.samples):
             name = sample.name.removeprefix("slipstream_")
-            if name in ("running_requests", *(f"{one}_total" for one in COUNTED)):
+            if name in ("running_requests", *(f"{one}_total" for one in COUNTED_METRICS)):
                 values[name] = values.get(name, 0) + int(sample.value)
         try:
-            return cls(values["running_requests"], Tally(*(values[f"{name}_total"] for name in COUNTED)))
+            return cls(values["running_requests"], Tally(*(values[f"{name}_total"] for name in COUNTED_METRICS)))
         except KeyError as error:
             raise EndpointError(f"the metrics lack slipstream_{error.args[0]}; is this Slipstream?") from error
 

@@ -108,7 +108,7 @@ class Router:
         )
         self._targets: dict[str, Link] = {}  # connections by address
         self._drafters: dict[str, Link] = {}
-        self._present: frozenset[str] = frozenset()  # addresses listed by membership
+        self._listed_addresses: frozenset[str] = frozenset()  # addresses listed by membership
 
     # ------------------------------------------------------------ one session
 
@@ -190,7 +190,7 @@ class Router:
             self._carry_out(self.sessions.unreadable(address, item.session, item.attempt, now))
             self._send(self.audits.unreadable(address, item.session))
 
-    def _down(self, address: str) -> None:
+    def _on_peer_down(self, address: str) -> None:
         self._carry_out(self.sessions.gone(address, self._clock()))
         self.audits.gone(address)
 
@@ -200,7 +200,7 @@ class Router:
         """Follows membership, places waiting sessions, and runs audits when idle, until cancelled."""
         while True:
             members = await self._membership.current()
-            self._present = frozenset(endpoint.address for endpoint in (*members.targets, *members.drafters))
+            self._listed_addresses = frozenset(endpoint.address for endpoint in (*members.targets, *members.drafters))
             await self._follow(members.targets, self._targets, PeerRole.TARGET, lambda one: one.session.target)
             await self._follow(
                 members.drafters, self._drafters, PeerRole.DRAFTER, lambda assignment: assignment.session.drafter
@@ -227,11 +227,13 @@ class Router:
             self.end_after(within_s)
 
     def end_after(self, delay_s: float) -> None:
-        """Ends all sessions after `delay_s`, unless `go_on` is called first. Further calls keep the first deadline."""
+        """Ends all sessions after `delay_s`, unless `cancel_end` is called first. Further calls keep the first
+        deadline.
+        """
         if self._end is None:
             self._end = asyncio.get_running_loop().call_later(delay_s, self._end_sessions)
 
-    def go_on(self) -> None:
+    def cancel_end(self) -> None:
         """Cancels `end_after`, unless the router is draining."""
         if self._end is not None and not self._draining and not self._ended:
             self._end.cancel()
@@ -291,7 +293,7 @@ class Router:
         pools = ((self.sessions.targets, self._targets), (self.sessions.drafters, self._drafters))
         for peers, links in pools:
             for address, link in links.items():
-                if link.is_up and address in self._present:
+                if link.is_up and address in self._listed_addresses:
                     peers.up(address)
                 else:
                     peers.down(address)
@@ -308,7 +310,7 @@ class Router:
             hello=lambda: self._hello(self.sessions.live_at(address)),
             on_up=self._place_sessions,
             on_frame=lambda frame: self._receive(address, frame),
-            on_down=lambda: self._down(address),
+            on_down=lambda: self._on_peer_down(address),
         )
 
     def _hello(self, live: tuple[LiveSession, ...]) -> Hello:

@@ -65,7 +65,7 @@ def deployment_parts(config: SlipstreamConfig) -> dict[str, Json]:
         },
         "Drafter": {
             "autoscaling_config": bounds(config.draft.replicas),
-            "ray_actor_options": {**_placed(config.draft), **drafts},
+            "ray_actor_options": {**_placement(config.draft), **drafts},
         },
         "Router": {
             **router_sizes(config.server),
@@ -86,7 +86,7 @@ def router_sizes(server: ServerConfig) -> Json:
     }
 
 
-def _placed(draft: DraftPool) -> Json:
+def _placement(draft: DraftPool) -> Json:
     """Returns options that place drafters on nodes with their labels.
 
     Serve builds an application on a node with the labels of all deployments, and fails if there is none yet. With a
@@ -97,20 +97,20 @@ def _placed(draft: DraftPool) -> Json:
     return {**options, "fallback_strategy": [{"label_selector": dict(labels)}]} if labels else options
 
 
-def _environment_of(variable: str, section: BaseModel, but: str) -> Json:
-    given = section.model_dump(mode="json", exclude_defaults=True, exclude={but})
+def _environment_of(variable: str, section: BaseModel, excluded: str) -> Json:
+    given = section.model_dump(mode="json", exclude_defaults=True, exclude={excluded})
     value = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray expands ${NAME} as a variable
     return {"runtime_env": {"env_vars": {variable: value}}}
 
 
 def with_own_part(config: SlipstreamConfig, environment: Mapping[str, str]) -> SlipstreamConfig:
     """Adds this deployment's sections, from its environment, to the shared configuration."""
-    apart: dict[str, BaseModel] = {}
+    own_sections: dict[str, BaseModel] = {}
     if DRAFT in environment:
-        apart["draft"] = DraftPool.model_validate_json(environment[DRAFT])
+        own_sections["draft"] = DraftPool.model_validate_json(environment[DRAFT])
     if SERVER in environment:
-        apart["server"] = ServerConfig.model_validate_json(environment[SERVER])
-    return config.model_copy(update=apart)
+        own_sections["server"] = ServerConfig.model_validate_json(environment[SERVER])
+    return config.model_copy(update=own_sections)
 
 
 def deployed_drain_s(application: Mapping[str, Any]) -> float | None:
@@ -162,6 +162,6 @@ def http_options(config: SlipstreamConfig) -> Json:
     return {"host": server.host, "port": server.port, "keep_alive_timeout_s": server.keep_alive_s}
 
 
-def whole_file(config: SlipstreamConfig) -> Json:
+def deploy_file(config: SlipstreamConfig) -> Json:
     """Returns a file for `serve deploy` on any Ray cluster, with a proxy on each router's node."""
     return serve_file([application(config)], http_options(config), proxy_location="EveryNode")

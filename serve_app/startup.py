@@ -146,14 +146,14 @@ async def _start_vllm(config: SlipstreamConfig, folder: Path, vocabulary: int) -
     return StartedEngine(engine, limits, memory)
 
 
-def _limits(config: SlipstreamConfig, vocabulary: int, **of_engine: Any) -> VerificationLimits:
+def _limits(config: SlipstreamConfig, vocabulary: int, **engine_limits: Any) -> VerificationLimits:
     pool = config.target
     return VerificationLimits(
         vocabulary=vocabulary,
         max_context=config.model.max_context,
         max_sessions=pool.max_sessions,
         max_step_tokens=pool.max_step_tokens,
-        **of_engine,
+        **engine_limits,
     )
 
 
@@ -180,7 +180,7 @@ def start_trainer(config: SlipstreamConfig, is_stopping: threading.Event) -> Tra
 Started = TypeVar("Started")
 
 
-async def started_within(limit_s: float, key: str, starting: Awaitable[Started]) -> Started:
+async def with_start_timeout(limit_s: float, key: str, starting: Awaitable[Started]) -> Started:
     """Awaits a start and returns its result. After `limit_s`, raises EngineError that names the configuration `key`.
 
     A thread continues after the limit, so the process must then exit.

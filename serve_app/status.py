@@ -90,7 +90,7 @@ def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
         shares = shown(check["expected"]), shown(check["reached"])
         version = one.get("draft_version")
         method = one["method"] if version is None else f"{one['method']}, version {version['version']}"
-        result.add_row(one["name"], one["address"], method, *shares, _found(check))
+        result.add_row(one["name"], one["address"], method, *shares, _format_result(check))
     return result
 
 
@@ -138,7 +138,7 @@ def acceptance_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Ma
     return result
 
 
-def _found(check: Mapping[str, Any]) -> str:
+def _format_result(check: Mapping[str, Any]) -> str:
     if check["warning"] is not None:
         return f"far below: {check['warning']}"
     return "as expected" if check["is_over"] else f"{check['tokens']} tokens so far"

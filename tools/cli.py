@@ -30,7 +30,7 @@ from tools.planning.command import plan
 
 __all__ = ["app", "main"]
 
-UNWELL = 1  # exit status of `slipstream doctor` when a check fails
+CHECK_FAILED = 1  # exit status of `slipstream doctor` when a check fails
 
 app.add_typer(drafts_app, name="drafts")
 app.add_typer(k8s_app, name="k8s")
@@ -87,10 +87,10 @@ def bench(
         return
     config = load_demo(overrides, port, console) if config_path is None else load(config_path, overrides, port)
     check_models_of(config, console, with_weights=address is None)
-    from serve_app.operations.checks import for_this_machine
+    from serve_app.operations.checks import on_loopback
     from serve_app.operations.local import serving
 
-    config = for_this_machine(config)
+    config = on_loopback(config)
     with serving(config, console, address=address, verbose=verbose) as served_at:
         if rate:
             measure_rates(served_at, key, plan, rate, requests, console, *paths)
@@ -131,10 +131,10 @@ def doctor(config_path: ConfigPath, overrides: Overrides = None, address: RayAdd
     """
     config = load(config_path, overrides)
     with Console(stderr=True).status("Examining the nodes"):
-        from tools.doctor.checks import judge, report
+        from tools.doctor.checks import report, run_checks
         from tools.doctor.probe import examine
 
-        checks = judge(config, examine(config, address))
+        checks = run_checks(config, examine(config, address))
     Console(soft_wrap=True).print(report(checks))
     if any(check.faults for check in checks):
-        raise typer.Exit(UNWELL)
+        raise typer.Exit(CHECK_FAILED)

@@ -339,11 +339,11 @@ def rollback(config_path: ConfigPath, overrides: Overrides = None) -> None:
 def forget(
     config_path: ConfigPath,
     key: Annotated[str | None, typer.Option(help="Name of the API key whose examples to delete.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Delete all examples.")] = False,
+    delete_all: Annotated[bool, typer.Option("--all", help="Delete all examples.")] = False,
     overrides: Overrides = None,
 ) -> None:
     """Deletes examples and overwrites their text; versions that have learned from them stay."""
-    if (key is None) == (not everything):
+    if (key is None) == (not delete_all):
         raise ConfigError("name what to forget: --key NAME, or --all")
     with _examples(_learning(config_path, overrides)) as store:
         deleted = store.forget(key)

@@ -134,7 +134,7 @@ class AdminPort:
             and ADMIN_PORT not in scope
             and (scope["path"] in ADMIN_PATHS or scope["path"].startswith(ADMIN_FOLDER))
         ):
-            await _not_here(scope["path"])(scope, receive, send)
+            await _admin_only(scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -173,7 +173,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _not_here(path: str) -> Response:
+def _admin_only(path: str) -> Response:
     message = f"{path} is only served on the admin address; see server.admin"
     detail = ErrorDetail(message=message, type="invalid_request_error", code="not_found")
     return error_response(404, detail)
@@ -216,7 +216,7 @@ class AuthMiddleware:
     def __init__(self, app: ASGIApp, callers: Callers) -> None:
         self._app = app
         self._callers = callers
-        self._anybody = Caller()
+        self._anonymous = Caller()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -231,7 +231,7 @@ class AuthMiddleware:
 
     def _caller(self, scope: Scope) -> Caller | None:
         if not self._callers.need_keys or _is_open(scope):
-            return self._anybody
+            return self._anonymous
         key = _key_of(scope)
         return None if key is None else self._callers.find(key)
 

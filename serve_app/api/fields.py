@@ -68,7 +68,7 @@ class RequestPart(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _given(cls, data: Any) -> Any:
+    def _drop_nulls(cls, data: Any) -> Any:
         """Drops nulls and all but a few unknown fields; the error message names only those."""
         if not isinstance(data, dict):
             return data
@@ -82,11 +82,11 @@ class RequestPart(BaseModel):
         described = handler.resolve_ref_schema(handler(core))
         fields = described.get("properties", {})
         for name in fields.keys() - set(described.get("required", ())):
-            fields[name] = _or_null(fields[name])
+            fields[name] = _nullable(fields[name])
         return described
 
 
-def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+def _nullable(field: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema of an optional field, which also accepts null."""
     if None in field.get("enum", ()):
         return field
@@ -199,9 +199,9 @@ def _members(body: bytes) -> int:
     return body.count(b":")
 
 
-def _check_count(count: int, most: int, of_what: str) -> None:
+def _check_count(count: int, most: int, subject: str) -> None:
     if count > most:
-        raise RequestError(f"the body has more than {most} {of_what}, this server's limit; send a smaller body")
+        raise RequestError(f"the body has more than {most} {subject}, this server's limit; send a smaller body")
 
 
 def _refusal(error: ValidationError) -> RequestError:

@@ -151,7 +151,7 @@ class ChunkWriter(ABC):
         self._prompt_top = request.prompt_logprobs
         self._includes_usage = request.stream_options.include_usage
         self._continuous_usage = request.stream_options.continuous_usage_stats
-        self._left_out = _left_out_of(request)
+        self._excluded = _excluded_fields(request)
 
     @abstractmethod
     def whole(self, choices: Sequence[Choice], usage: Usage) -> BaseModel:
@@ -167,14 +167,14 @@ class ChunkWriter(ABC):
 
     def event(self, event: ChoiceEvent, usage: Callable[[], Usage]) -> Iterable[str]:
         chunk = self._chunk(event, usage() if self._continuous_usage else None)
-        return (as_event(chunk.model_dump_json(exclude=self._left_out)),)
+        return (as_event(chunk.model_dump_json(exclude=self._excluded)),)
 
     def closing(self, usage: Usage, metrics: RequestMetrics | None) -> Iterable[str]:
         if not self._includes_usage:
             return (as_event("[DONE]"),)
         chunk = self._usage_chunk(usage, metrics)
-        left_out = {name: fields for name, fields in self._left_out.items() if name != "metrics"}
-        return (as_event(chunk.model_dump_json(exclude=left_out)), as_event("[DONE]"))
+        excluded = {name: fields for name, fields in self._excluded.items() if name != "metrics"}
+        return (as_event(chunk.model_dump_json(exclude=excluded)), as_event("[DONE]"))
 
     def failed(self, failure: Failure) -> str:
         return as_event(failure.body) + as_event("[DONE]")
@@ -183,14 +183,14 @@ class ChunkWriter(ABC):
         return prompt_logprobs(choice.generation.prompt, choice.text.prompt_scores, top, self._text_of)
 
 
-def _left_out_of(request: GenerationRequest) -> dict[str, bool | dict[str, bool]]:
+def _excluded_fields(request: GenerationRequest) -> dict[str, bool | dict[str, bool]]:
     """Returns the chunk fields to omit for this request."""
-    left_out: dict[str, bool | dict[str, bool]] = {"metrics": True}  # only the final usage chunk has metrics
+    excluded: dict[str, bool | dict[str, bool]] = {"metrics": True}  # only the final usage chunk has metrics
     if not request.stream_options.include_usage:
-        left_out["usage"] = True
+        excluded["usage"] = True
     if not request.speculation.rejected:
-        left_out["slipstream"] = {"rejected": True} if request.speculation.trace else True
-    return left_out
+        excluded["slipstream"] = {"rejected": True} if request.speculation.trace else True
+    return excluded
 
 
 class CompletionFormat(ApiFormat[CompletionRequest]):
@@ -231,8 +231,8 @@ class CompletionWriter(ChunkWriter):
         )
         if self._prompt_top is None:
             return written
-        of_prompt = self._prompt_logprobs(choice, self._prompt_top)
-        return ScoredCompletionChoice(**dict(written), prompt_logprobs=of_prompt)
+        prompt_scores = self._prompt_logprobs(choice, self._prompt_top)
+        return ScoredCompletionChoice(**dict(written), prompt_logprobs=prompt_scores)
 
     def _chunk(self, event: ChoiceEvent, usage: Usage | None) -> CompletionChunk:
         logprobs = None
@@ -300,9 +300,9 @@ class ChatWriter(ChunkWriter):
         metrics = metrics_of(choices)
         if self._prompt_top is None:
             return ChatCompletion(**self._head, choices=written, usage=usage, metrics=metrics)
-        of_prompt = self._prompt_logprobs(choices[0], self._prompt_top)
+        prompt_scores = self._prompt_logprobs(choices[0], self._prompt_top)
         return ScoredChatCompletion(
-            **self._head, choices=written, usage=usage, metrics=metrics, prompt_logprobs=of_prompt
+            **self._head, choices=written, usage=usage, metrics=metrics, prompt_logprobs=prompt_scores
         )
 
     def _choice(self, choice: Choice) -> ChatChoice:

@@ -49,12 +49,12 @@ async def follow(
     """
     deltas: asyncio.Queue[Delta | None] = asyncio.Queue()  # no size limit: session lengths are limited
 
-    async def follow_all() -> None:
+    async def run_all() -> None:
         async with asyncio.TaskGroup() as group:
             for choice in choices:
-                group.create_task(_follow_one(generator, choice, deltas, metrics, clock))
+                group.create_task(_run_choice(generator, choice, deltas, metrics, clock))
 
-    running = asyncio.create_task(follow_all())
+    running = asyncio.create_task(run_all())
     running.add_done_callback(lambda _: deltas.put_nowait(None))
     try:
         while (delta := await deltas.get()) is not None:
@@ -67,7 +67,7 @@ async def follow(
         await asyncio.wait([running])
 
 
-async def _follow_one(
+async def _run_choice(
     generator: Generator,
     choice: Choice,
     deltas: asyncio.Queue[Delta | None],

@@ -180,7 +180,7 @@ class _Tagged:
         after = self._tags.after_value.partition(mark)[2]
         terminal = name.upper()
         return [
-            f"{terminal}: {text_without(self._end)}",
+            f"{terminal}: {text_excluding(self._end)}",
             f"{name}_text[lazy]: {terminal} {self._literals(mark)}",
             f"{name}: {name}_text {self._literals(after)}",
         ]
@@ -205,7 +205,7 @@ def _kinds(schema: Any) -> frozenset[str]:
     return frozenset(kinds.union(*parts))
 
 
-def text_without(*marks: str) -> str:
+def text_excluding(*marks: str) -> str:
     """Returns a terminal for text that contains none of `marks`."""
     others = (f" & ~/(?s:.*){_literal(mark)}(?s:.*)/" for mark in marks)
     return f"/(?s:.*)/{''.join(others)}"
@@ -294,9 +294,9 @@ class CallGrammar:
 
     def _free(self, calling: Calling) -> str:
         """Returns rules for text, reasoning and calls in any order."""
-        thinks = self._form.thinking is not None
-        loop = ["aside", *(["until_thought after_thought"] if thinks else [])]
-        last = ["TEXT", *(["until_thought unfinished_thought"] if thinks else [])]
+        has_thinking = self._form.thinking is not None
+        loop = ["aside", *(["until_thought after_thought"] if has_thinking else [])]
+        last = ["TEXT", *(["until_thought unfinished_thought"] if has_thinking else [])]
         (loop if calling.several else last).append("until_call further_calls")
         return f"({' | '.join(loop)})* ({' | '.join(last)})"
 
@@ -318,7 +318,7 @@ class CallGrammar:
         if PLAIN_NAME.fullmatch(tool.name) is None:
             message = f"tools: calls of {tool.name!r} cannot be constrained; use only letters, digits and - _ . : /"
             raise RequestError(f"{message} in its name", "tools")
-        schema = ANY_ARGUMENTS if tool.schema is None else _of_object(tool.name, tool.schema)
+        schema = ANY_ARGUMENTS if tool.schema is None else _object_schema(tool.name, tool.schema)
         arguments, rules = arguments_rule(rule, tool.name, schema, self._form, self._literals)
         return [f"{rule}: {self._literals(tool.name + self._form.middle)} {arguments}", *rules]
 
@@ -327,17 +327,17 @@ class CallGrammar:
         thinking = self._form.thinking
         marks = [self._trigger, *(thinking[:1] if thinking else ())]
         rules = [
-            f"TEXT: {text_without(*marks)}",
+            f"TEXT: {text_excluding(*marks)}",
             f"aside: TEXT {self._special_but(marks)}",
-            self._until("until_call", "TEXT", self._trigger),
+            self._rule_until("until_call", "TEXT", self._trigger),
         ]
         if thinking is not None:
             opening, closing = thinking
             rules += [
                 r"GAP: /[ \n]{1,4}/",
-                f"THOUGHT: {text_without(closing)}",
-                self._until("until_thought", "TEXT", opening),
-                self._until("end_of_thought", "THOUGHT", closing),
+                f"THOUGHT: {text_excluding(closing)}",
+                self._rule_until("until_thought", "TEXT", opening),
+                self._rule_until("end_of_thought", "THOUGHT", closing),
                 f"aside_in_thought: THOUGHT {self._special_but([closing])}",
                 "after_thought: aside_in_thought* end_of_thought",
                 "unfinished_thought: aside_in_thought* THOUGHT",
@@ -355,7 +355,7 @@ class CallGrammar:
         first, *_ = self._pieces(self._form.trigger)
         return first
 
-    def _until(self, rule: str, text: str, mark: str) -> str:
+    def _rule_until(self, rule: str, text: str, mark: str) -> str:
         return f"{rule}{'' if mark in self._special_ids else '[lazy]'}: {text} {self._literals(mark)}"
 
     def _literals(self, text: str) -> str:
@@ -382,7 +382,7 @@ def _first(grammar: RequestedGrammar) -> dict[str, Any]:
     return dict(only)
 
 
-def _of_object(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _object_schema(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = schema.get("type", "object")
     if kind != "object":
         message = f"tools: the parameters of {name} are of type {kind!r}, expected 'object'"
@@ -411,7 +411,7 @@ def call_grammar(
         message = "structured_outputs and tool_choice both constrain the answer, expected one of them"
         raise RequestError(message, "structured_outputs")
     calling = Calling(
-        tools=[_offered(tool, must=request.must_call) for tool in _callable(request)],
+        tools=[_offered_call(tool, must=request.must_call) for tool in _callable(request)],
         must=request.must_call,
         several=request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool),
         content=content,
@@ -428,7 +428,7 @@ def _callable(request: ChatRequest) -> tuple[Tool, ...]:
     return tuple(tool for tool in request.offered if tool.function.name == choice.function.name)[:1]
 
 
-def _offered(tool: Tool, *, must: bool) -> OfferedCall:
+def _offered_call(tool: Tool, *, must: bool) -> OfferedCall:
     function = tool.function
     if not must and not function.strict:
         return OfferedCall(function.name, None)

@@ -56,7 +56,7 @@ class Bodies:
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """Reads a whole body; its bytes count against the memory limit until the block ends."""
-        self._check(_announced(request))
+        self._check(_content_length(request))
         if len(self._arriving) >= self._max_reading and not self._drop_slowest():
             raise CapacityError(f"all {len(self._arriving)} upload slots are in use; try again later")
         arrival = _Arrival(asyncio.timeout(self._timeout_s), asyncio.get_running_loop().time())
@@ -107,7 +107,7 @@ class Bodies:
             raise BodyTooLargeError(f"the body is larger than {self._max_bytes} bytes, this server's limit")
 
 
-def _announced(request: Request) -> int:
+def _content_length(request: Request) -> int:
     length = request.headers.get("content-length", "")
     return int(length) if length.isdecimal() else 0
 

@@ -53,7 +53,7 @@ def prompt_logprobs(
     prompt: Sequence[int], scores: Sequence[TokenScore], top: int, text_of: TokenText
 ) -> PromptLogprobs:
     """Returns a prompt's log probabilities in vLLM's format; scores start at the second token."""
-    return (None, *[_of_prompt(token, score, top, text_of) for token, score in zip(prompt[1:], scores, strict=True)])
+    return (None, *[_prompt_token(token, score, top, text_of) for token, score in zip(prompt[1:], scores, strict=True)])
 
 
 def _chat_token(token: int, score: TokenScore | None, top: int, text_of: TokenText) -> ChatTokenLogprob:
@@ -83,7 +83,7 @@ def _top(one: ScoredToken, top: int, text_of: TokenText) -> dict[str, float] | N
     return alternatives
 
 
-def _of_prompt(token: int, score: TokenScore, top: int, text_of: TokenText) -> dict[int, PromptLogprob]:
+def _prompt_token(token: int, score: TokenScore, top: int, text_of: TokenText) -> dict[int, PromptLogprob]:
     alternatives = {token: PromptLogprob(logprob=_finite(score.logprob), rank=score.rank, decoded_token=text_of(token))}
     for rank, (other, logprob) in enumerate(_top_tokens(score, top), 1):
         alternatives.setdefault(other, PromptLogprob(logprob=logprob, rank=rank, decoded_token=text_of(other)))

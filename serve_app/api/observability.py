@@ -84,10 +84,10 @@ def logged(endpoint: str, record: RequestRecord, clock: Callable[[], float] = ti
             }
             if record.request is not None and record.request.prompt_version is not None:
                 fields["prompt_version"] = record.request.prompt_version
-            log.info("request ended: %s", _as_text(fields), extra=fields)
+            log.info("request ended: %s", _as_log_text(fields), extra=fields)
 
 
-def _as_text(fields: Mapping[str, object]) -> str:
+def _as_log_text(fields: Mapping[str, object]) -> str:
     """Formats fields for text logs, which omit extra fields."""
     return " ".join(f"{name}={str(value).replace(' ', ',')}" for name, value in fields.items())
 
@@ -229,6 +229,6 @@ class PromptVersions(Collector):
             choices.add_metric((version,), self._choices[version])
             for kind, sum_of in dict(self._tokens[version]).items():
                 tokens.add_metric((version, kind), sum_of)
-            for until, sum_of_s in dict(self._seconds[version]).items():
-                seconds.add_metric((version, until), sum_of_s)
+            for end_s, sum_of_s in dict(self._seconds[version]).items():
+                seconds.add_metric((version, end_s), sum_of_s)
         yield from (requests, choices, tokens, seconds)

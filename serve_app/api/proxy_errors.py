@@ -44,22 +44,22 @@ class ProxyErrors:
         if scope["type"] != "http" or scope["path"].startswith(SERVE_PREFIX):
             await self._app(scope, receive, send)
             return
-        begun: Message | None = None  # start of a response made by the proxy itself
+        proxy_start: Message | None = None  # start of a response made by the proxy itself
 
-        async def send_in_form(message: Message) -> None:
-            nonlocal begun
+        async def send_converted(message: Message) -> None:
+            nonlocal proxy_start
             if message["type"] == "http.response.start" and _is_by_proxy(message):
-                begun = message
-            elif begun is not None:
+                proxy_start = message
+            elif proxy_start is not None:
                 words = message["body"]
-                if begun["status"] == 404 and not await self._serves(scope):
-                    begun = {**begun, "status": 503}
+                if proxy_start["status"] == 404 and not await self._serves(scope):
+                    proxy_start = {**proxy_start, "status": 503}
                     words = UNAVAILABLE_MESSAGE
-                await _in_form(begun, words)(scope, receive, send)
+                await _as_openai_error(proxy_start, words)(scope, receive, send)
             else:
                 await send(message)
 
-        await self._app(scope, receive, send_in_form)
+        await self._app(scope, receive, send_converted)
 
     async def _serves(self, scope: Scope) -> bool:
         """Returns whether any application is deployed; a removed application has no route."""
@@ -70,14 +70,16 @@ class ProxyErrors:
 
         root = scope.get("root_path", "")
         await self._app(
-            {**scope, "method": "GET", "path": root + ROUTES, "raw_path": (root + ROUTES).encode()}, _nothing, collect
+            {**scope, "method": "GET", "path": root + ROUTES, "raw_path": (root + ROUTES).encode()},
+            _receive_empty,
+            collect,
         )
         if messages[0]["status"] != 200:
             return False
         return bool(json.loads(b"".join(message.get("body", b"") for message in messages)))
 
 
-async def _nothing() -> Message:
+async def _receive_empty() -> Message:
     return {"type": "http.request", "body": b"", "more_body": False}
 
 
@@ -85,7 +87,7 @@ def _is_by_proxy(start: Message) -> bool:
     return start["status"] in KINDS and Headers(raw=start["headers"]).get("content-type", "").startswith("text/plain")
 
 
-def _in_form(start: Message, words: bytes) -> Response:
+def _as_openai_error(start: Message, words: bytes) -> Response:
     status = start["status"]
     kind, code = KINDS[status]
     headers = {name: text for name, text in Headers(raw=start["headers"]).items() if not name.startswith("content-")}

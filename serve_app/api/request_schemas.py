@@ -118,8 +118,8 @@ class ChatMessage(UnservedMessageFields):
     @property
     def chars(self) -> int:
         """Returns the message's characters in a prompt, without text that the template adds."""
-        called = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls)
-        return len(self.text) + len(self.reasoning or self.reasoning_content) + called
+        call_chars = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls)
+        return len(self.text) + len(self.reasoning or self.reasoning_content) + call_chars
 
 
 class Function(RequestPart):
@@ -241,7 +241,7 @@ class SamplingFields(RequestPart):
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
-    def _some(cls, value: int | None) -> int | None:
+    def _at_least_one(cls, value: int | None) -> int | None:
         if value == 0:
             raise PydanticCustomError("no_tokens", "this is 0, expected -1 or at least 1")
         return value
@@ -485,7 +485,7 @@ class TokenizeRequest(RequestPart):
 
     @field_validator("messages")
     @classmethod
-    def _one_of_both(cls, value: tuple[ChatMessage, ...], info: ValidationInfo) -> tuple[ChatMessage, ...]:
+    def _check_one_of(cls, value: tuple[ChatMessage, ...], info: ValidationInfo) -> tuple[ChatMessage, ...]:
         if bool(value) is (info.data.get("prompt") is not None):
             raise PydanticCustomError("one_of_both", "expected either prompt or messages")
         return value

@@ -40,8 +40,8 @@ from serve_app.api.tool_calls import Call, Content, Reasoning, Segment
 
 Json = dict[str, Any]
 
-CONVERTED = {"tools", "tool_choice", "stream_options"}  # fields with another form in chats
-SHARED = (ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys()) - CONVERTED
+CONVERTED_FIELDS = {"tools", "tool_choice", "stream_options"}  # fields with another form in chats
+SHARED = (ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys()) - CONVERTED_FIELDS
 ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded"}  # code by error type; the default is server_error
 
 

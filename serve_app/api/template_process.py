@@ -69,21 +69,21 @@ class TemplateProcess:
             if not select.select((worker,), (), (), 0)[0]:
                 return worker
             worker.close()  # readable without a request: the worker has ended
-        ours, theirs = socket.socketpair()
-        with theirs, self._starting:
+        parent_socket, child_socket = socket.socketpair()
+        with child_socket, self._starting:
             try:
-                socket.send_fds(self._control, (b"w",), (theirs.fileno(),))
+                socket.send_fds(self._control, (b"w",), (child_socket.fileno(),))
             except OSError:  # the program was killed; restart it once
                 self._control.close()
                 self._program.wait()
                 self._program, self._control = _start(self._cpu_s)
-                socket.send_fds(self._control, (b"w",), (theirs.fileno(),))
-        ours.settimeout(ANSWER_TIMEOUT_S)
-        return ours
+                socket.send_fds(self._control, (b"w",), (child_socket.fileno(),))
+        parent_socket.settimeout(ANSWER_TIMEOUT_S)
+        return parent_socket
 
     def _exchange(self, worker: socket.socket, request: bytes) -> str:
         """Returns the rendered text. Raises TemplateFailure for a reported error or a killed worker."""
-        over = TemplateFailure(
+        limit_failure = TemplateFailure(
             f"rendering takes more than {self._cpu_s:g} s of processor time or {MEMORY_BYTES >> 20} MiB of memory"
         )
         try:
@@ -91,7 +91,7 @@ class TemplateProcess:
             with worker.makefile("rb") as reply:
                 head = reply.read(HEAD.size)
                 if len(head) < HEAD.size:
-                    raise over
+                    raise limit_failure
                 is_text, length = HEAD.unpack(head)
                 body = reply.read(length)
         except TimeoutError as error:
@@ -99,18 +99,20 @@ class TemplateProcess:
                 f"the process that renders chat templates did not answer within {ANSWER_TIMEOUT_S:g} s"
             ) from error
         except ConnectionError as error:
-            raise over from error
+            raise limit_failure from error
         if len(body) < length:
-            raise over
+            raise limit_failure
         if not is_text:
             raise TemplateFailure(body.decode())
         return body.decode()
 
 
 def _start(cpu_s: float) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ours, theirs = socket.socketpair()
-    with theirs:
+    parent_socket, child_socket = socket.socketpair()
+    with child_socket:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
-        command = (sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno()), str(cpu_s))
-        program = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment)
-    return program, ours
+        command = (sys.executable, "-P", "-m", PROGRAM, str(child_socket.fileno()), str(cpu_s))
+        program = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(child_socket.fileno(),), env=environment
+        )
+    return program, parent_socket

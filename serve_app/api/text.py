@@ -64,12 +64,14 @@ class Detokenizer:
         text = self._decode(self._window)
         self._lengths.append(len(text))
         if not text.endswith(_UNFINISHED):
-            released = self._give(text, len(text))
+            released = self._release_until(text, len(text))
             self._reset_window()
             return released
         if self._new < _MAX_TOKENS_PER_CHARACTER:
             return ""
-        released = self._give(text, min(self._lengths))  # the newest tokens may still be parts of one character
+        released = self._release_until(
+            text, min(self._lengths)
+        )  # the newest tokens may still be parts of one character
         if len(self._window) >= _LONG_WINDOW and len(self._window) % _SHORT_WINDOW == 0:
             self._narrow()
         return released
@@ -77,13 +79,13 @@ class Detokenizer:
     def finish(self) -> str:
         """Returns the held-back text."""
         text = self._decode(self._window)
-        return self._give(text, len(text))
+        return self._release_until(text, len(text))
 
     def preview(self, tokens: Sequence[int]) -> str:
         """Returns the text that `tokens` would add next, including special tokens."""
         return self._decode([*self._window, *tokens])[self._released :]
 
-    def _give(self, text: str, end: int) -> str:
+    def _release_until(self, text: str, end: int) -> str:
         """Returns the window's unreleased text up to `end`."""
         released = text[self._released : end]
         self._released = max(self._released, end)
@@ -102,15 +104,15 @@ class Detokenizer:
         end = len(self._window) - shortest  # after a complete character, if possible
         whole = self._decode(self._window[:end])
         starts = range(end - _SHORT_WINDOW, end - _SHORT_WINDOW + _MAX_TOKENS_PER_CHARACTER)
-        borders = (start for start in starts if self._is_border(start, end, whole))
-        start = next(borders, None if len(self._window) < _LONGEST_WINDOW else starts[0])
+        splits = (start for start in starts if self._can_split(start, end, whole))
+        start = next(splits, None if len(self._window) < _LONGEST_WINDOW else starts[0])
         if start is not None:
             self._released = len(self._decode(self._window[start:end]))
             self._window = self._window[start:]
             ends = range(len(self._window) - len(self._lengths) + 1, len(self._window) + 1)
             self._lengths.extend([len(self._decode(self._window[:end])) for end in ends])
 
-    def _is_border(self, start: int, end: int, whole: str) -> bool:
+    def _can_split(self, start: int, end: int, whole: str) -> bool:
         return self._decode(self._window[:start]) + self._decode(self._window[start:end]) == whole
 
     def _decode(self, tokens: list[int]) -> str:

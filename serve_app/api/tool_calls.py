@@ -184,42 +184,42 @@ class ResponseReader:
 
     def _read(self, text: str, step: Callable[[], list[dict[str, Any]]]) -> list[Segment]:
         self._unread += text
-        had_begun = self._call is not None
+        had_call = self._call is not None
         try:
             events = step()
         except UNREADABLE:
             self._parser = self._start("")
             self._call = None
-            return self._as_written()
-        return [segment for event in events for segment in self._segments(event, had_begun)]
+            return self._flush_as_content()
+        return [segment for event in events for segment in self._segments(event, had_call)]
 
-    def _segments(self, event: dict[str, Any], had_begun: bool) -> list[Segment]:
+    def _segments(self, event: dict[str, Any], had_call: bool) -> list[Segment]:
         match event:
             case {"type": "region_chunk", "field": field, "text": text, "dirty": False}:
                 self._unread = self._unread[self._unread.rfind(text) + len(text) :]  # keep text that may begin a marker
                 return [Reasoning(text) if field in REASONING_FIELDS else Content(text)]
             case {"type": "region_open", "field": field} if field == CALLS_FIELD and self._json_opening is not None:
                 self._call = CallText()
-            case {"type": "region_chunk", "field": field, "text": text} if self._call is not None and not had_begun:
+            case {"type": "region_chunk", "field": field, "text": text} if self._call is not None and not had_call:
                 for char in text:
                     self._call.take(char)
             case {"type": "region_close", "field": field, "value": value} if field == CALLS_FIELD:
-                return self._called(value)
+                return self._finished_calls(value)
         return []
 
-    def _called(self, value: Any) -> list[Segment]:
+    def _finished_calls(self, value: Any) -> list[Segment]:
         call = self._call
         self._call = None
         try:
             calls = [_call(one, call) for one in (value if isinstance(value, list) else [value])]
         except UNREADABLE:
-            return self._as_written()
+            return self._flush_as_content()
         if not self._offers_tools:
-            return self._as_written()
+            return self._flush_as_content()
         self._unread = ""
         return list(calls)
 
-    def _as_written(self) -> list[Segment]:
+    def _flush_as_content(self) -> list[Segment]:
         text = self._unread
         self._unread = ""
         return [Content(text)] if text else []
@@ -346,7 +346,7 @@ class CallForm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _CallPositions:
     """Positions of one call's name and arguments in text from the chat template."""
 
     name_at: int
@@ -360,7 +360,7 @@ def find_call_form(template: ChatTemplate, readers: ResponseReaders, special_ids
     if response is None or CALLS_FIELD not in response.fields or not template.takes("tools", with_tools=True):
         return None
     try:
-        form = _form(_turn(template, response), response, special_ids)
+        form = _form(_example_turn(template, response), response, special_ids)
     except (RequestError, ValueError) as error:
         _logger.info("tool calls cannot be constrained: %s", error)
         return None
@@ -371,7 +371,7 @@ def find_call_form(template: ChatTemplate, readers: ResponseReaders, special_ids
     return form
 
 
-def _turn(template: ChatTemplate, response: ResponseTemplate) -> str:
+def _example_turn(template: ChatTemplate, response: ResponseTemplate) -> str:
     """Returns the text of an assistant message with two calls."""
     calls = [
         {"id": f"probe000{n}", "type": "function", "function": {"name": name, "arguments": ARGUMENTS}}
@@ -416,13 +416,13 @@ def _form(turn: str, response: ResponseTemplate, special_ids: Mapping[str, int])
     )
 
 
-def _find_call(turn: str, name: str, start: int, tags: TaggedArguments | None) -> _Written:
+def _find_call(turn: str, name: str, start: int, tags: TaggedArguments | None) -> _CallPositions:
     name_at = turn.find(name, start)
     if name_at < 0:
         raise ValueError("the chat template omits the names of calls")
     after = name_at + len(name)
     begin, end = _json_at(turn, after) if tags is None else _tags_at(turn, after, tags)
-    return _Written(name_at, begin, end)
+    return _CallPositions(name_at, begin, end)
 
 
 def _json_at(turn: str, start: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from serve_app.cli.demo import legend, show_pieces
 from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, EndpointError, Piece, Turn
 
-LEAVE = "/bye"
+EXIT_COMMAND = "/bye"
 NEW = "/new"
 ApiKey = Annotated[
     str | None, typer.Option("--api-key", envvar="SLIPSTREAM_API_KEY", help="API key, if the server requires one.")
@@ -66,7 +66,9 @@ def chat(
     conversation = Conversation(max_tokens, temperature, draft_tokens, seed, system)
     with asyncio.Runner() as runner:
         model = runner.run(_model(url, key))
-        console.print(f"{model} at {url}. {NEW} starts a new conversation; {LEAVE} or Ctrl-D ends.", markup=False)
+        console.print(
+            f"{model} at {url}. {NEW} starts a new conversation; {EXIT_COMMAND} or Ctrl-D ends.", markup=False
+        )
         console.print(legend(console))
         while (prompt := _next_prompt(console)) is not None:
             if prompt == NEW:
@@ -82,9 +84,9 @@ def _next_prompt(console: Console) -> str | None:
     except EOFError:
         return None
     except KeyboardInterrupt:
-        console.print(f"\n{LEAVE} or Ctrl-D ends the conversation.")
+        console.print(f"\n{EXIT_COMMAND} or Ctrl-D ends the conversation.")
         return ""
-    return None if prompt == LEAVE else prompt
+    return None if prompt == EXIT_COMMAND else prompt
 
 
 def _answer(

@@ -51,11 +51,13 @@ async def run_demo(url: str, console: Console) -> None:
         with console.status("Warming up"):
             await endpoint.ask(model, WARM_UP)
         console.print(legend(console))
-        rows = [await _ask_both_ways(endpoint, model, name, prompt, console) for name, prompt in PROMPTS.items()]
+        rows = [await _ask_with_and_without(endpoint, model, name, prompt, console) for name, prompt in PROMPTS.items()]
     console.print(worksheet(rows))
 
 
-async def _ask_both_ways(endpoint: ChatEndpoint, model: str, name: str, prompt: str, console: Console) -> DemoRow:
+async def _ask_with_and_without(
+    endpoint: ChatEndpoint, model: str, name: str, prompt: str, console: Console
+) -> DemoRow:
     console.print(f"\n[bold]{name}:[/] {prompt}")
     await endpoint.ask(model, ChatQuestion(prompt, max_tokens=1))  # caches the prompt for both answers
     before = (await endpoint.counters()).tally
@@ -97,10 +99,10 @@ def worksheet(rows: Sequence[DemoRow]) -> Table:
 
 
 def _column(tally: Tally, speculative: Sequence[TimedAnswer], plain: Sequence[TimedAnswer]) -> tuple[str, ...]:
-    with_ = _tokens_per_s(speculative)
+    speed = _tokens_per_s(speculative)
     without = _tokens_per_s(plain)
     same = sum(one.text == other.text for one, other in zip(speculative, plain, strict=True))
-    speeds = shown(with_, ".1f"), shown(without, ".1f"), f"{with_ / without:.2f}x"
+    speeds = shown(speed, ".1f"), shown(without, ".1f"), f"{speed / without:.2f}x"
     return (*tally_column(tally), *speeds, f"{same} of {len(plain)}")
 
 
@@ -144,10 +146,10 @@ def make_folder(gguf: Path, folder: Path, convert: Convert, step: Step) -> None:
     """Creates `folder` with the converted model, atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as scratch:
-        converted = Path(scratch) / folder.name
-        convert(gguf, converted, step)
+        scratch_folder = Path(scratch) / folder.name
+        convert(gguf, scratch_folder, step)
         try:
-            converted.rename(folder)
+            scratch_folder.rename(folder)
         except OSError:
             if not folder.is_dir():  # unless another process has created it
                 raise

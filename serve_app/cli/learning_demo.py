@@ -20,7 +20,7 @@ COMPARED = 60  # number of first and of last requests that the table compares
 AT_ONCE = 4
 MAX_TOKENS = 64
 LEARNS_WITHIN_S = 1800.0
-FOLLOWS_S = 5.0  # seconds for drafters to load a promoted version
+LOAD_WAIT_S = 5.0  # seconds for drafters to load a promoted version
 
 # Trains once 150 of the 300 answers are kept, since near-duplicates are not kept.
 OVERRIDES = ("draft.learning.consent=all", "draft.learning.min_examples=180")
@@ -79,7 +79,7 @@ async def _wait_for_version(endpoint: ChatEndpoint, progress: Progress) -> None:
         progress.update(task, completed=learning["progress"] or 0.0, note=learning["phase"])
         if learning["version"]:
             progress.update(task, completed=1.0, note=f"version {learning['version']}")
-            await asyncio.sleep(FOLLOWS_S)
+            await asyncio.sleep(LOAD_WAIT_S)
             return
         await asyncio.sleep(1.0)
     raise SlipstreamError(f"no version was promoted within {LEARNS_WITHIN_S:g} s; the server's log says why")

@@ -25,7 +25,7 @@ from cluster.config import SlipstreamConfig, load_config
 from cluster.errors import SlipstreamError
 from serve_app.cli.chat import ApiKey, chat
 
-WRONG_INPUT = 2  # exit status for invalid input
+INVALID_INPUT = 2  # exit status for invalid input
 KEY_BYTES = 32
 DISTRIBUTION = "slipstream-serving"
 
@@ -77,7 +77,7 @@ def main() -> None:
         app()
     except SlipstreamError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        raise SystemExit(WRONG_INPUT) from None
+        raise SystemExit(INVALID_INPUT) from None
 
 
 @app.command()
@@ -164,8 +164,8 @@ def up(
         from serve_app.operations.rollout import up as put_up
 
         reached = put_up(config, address, status, autoscaled=autoscaled)
-    if reached.differs is not None:
-        console.print(reached.differs, soft_wrap=True)
+    if reached.difference is not None:
+        console.print(reached.difference, soft_wrap=True)
     for url in reached.urls:
         typer.echo(f"Slipstream is up: {url}/v1 (model {config.model.name})")
 
@@ -270,11 +270,11 @@ def check(
 def serve_yaml(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Prints CONFIG as a config file for Ray's `serve deploy`."""
     from serve_app.operations.checks import check_keys
-    from serve_app.serve_manifest import whole_file
+    from serve_app.serve_manifest import deploy_file
 
     config = load(config_path, overrides)
     check_keys(config.server)
-    typer.echo(yaml.safe_dump(whole_file(config), sort_keys=False, width=120), nl=False)
+    typer.echo(yaml.safe_dump(deploy_file(config), sort_keys=False, width=120), nl=False)
 
 
 def load(path: Path, overrides: Sequence[str] | None, port: int | None = None) -> SlipstreamConfig:

@@ -29,7 +29,7 @@ def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[st
 
 def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> None:
     """Raises ConfigError if a local cluster, which cannot grow, lacks the pools' resources or labels."""
-    elsewhere = "lower these requirements, or set --address to a cluster that meets them"
+    fix = "lower these requirements, or set --address to a cluster that meets them"
     needed = demand(config, lambda replicas: replicas.min)
     missing = [
         f"{amount:g} {name} (available: {offered.get(name, 0):g})"
@@ -37,9 +37,9 @@ def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> N
         if amount > offered.get(name, 0)
     ]
     if missing:
-        raise ConfigError(f"target.resources_per_rank and draft.resources need {', '.join(missing)}; {elsewhere}")
+        raise ConfigError(f"target.resources_per_rank and draft.resources need {', '.join(missing)}; {fix}")
     if config.target.resources_per_rank.labels or config.draft.resources.labels:
-        raise ConfigError(f"resources.labels: a local cluster has no labels; {elsewhere}")
+        raise ConfigError(f"resources.labels: a local cluster has no labels; {fix}")
 
 
 LOOPBACK = "127.0.0.1"
@@ -52,7 +52,7 @@ def check_keys(server: ServerConfig) -> None:
             raise ConfigError(f"{name} is {host}, reachable from other machines, and {missing_keys()}")
 
 
-def for_this_machine(config: SlipstreamConfig) -> SlipstreamConfig:
+def on_loopback(config: SlipstreamConfig) -> SlipstreamConfig:
     """Returns the configuration on loopback and without keys, for measurements on this machine."""
     alone = {"host": LOOPBACK, "keys": {}, "admin": AdminConfig()}
     return config.model_copy(update={"server": config.server.model_copy(update=alone)})
@@ -96,7 +96,7 @@ class ReplicaNeed:
 
     def fits(self, node: Node) -> bool:
         """Returns whether the node can hold one replica."""
-        return carries(node.labels, self.labels) and room(node.resources, self.resources) > 0
+        return matches_selector(node.labels, self.labels) and copies_that_fit(node.resources, self.resources) > 0
 
 
 def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
@@ -120,7 +120,7 @@ def _pool_need(
     return ReplicaNeed(pool, section, dict(resources), options.labels, max(replicas.min, 1))
 
 
-def carries(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+def matches_selector(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     """Returns whether labels satisfy a Ray label selector: `value`, `!value`, `in(a,b)` or `!in(a,b)` per key."""
     return all(_satisfies(labels.get(key), value) for key, value in selector.items())
 
@@ -133,58 +133,60 @@ def _satisfies(value: str | None, requirement: str) -> bool:
     return value == requirement
 
 
-def room(offered: Mapping[str, float], needed: Mapping[str, float]) -> int:
+def copies_that_fit(offered: Mapping[str, float], needed: Mapping[str, float]) -> int:
     """Returns how many times `needed` fits into `offered`."""
     times = [(offered.get(name, 0.0) + SLACK) / amount for name, amount in needed.items() if amount > 0]
     return math.floor(min(times)) if times else 1
 
 
-def misfits(config: SlipstreamConfig, nodes: Sequence[Node]) -> list[str]:
+def unmet_needs(config: SlipstreamConfig, nodes: Sequence[Node]) -> list[str]:
     """Returns one line per pool whose minimum size does not fit: the missing and existing resources, and the fix."""
     replica_needs = needs(config)
-    alone = [line for need in replica_needs if (line := _misfit(need, nodes)) is not None]
-    return alone or _too_much_together(replica_needs, nodes)
+    alone = [line for need in replica_needs if (line := _unmet_need(need, nodes)) is not None]
+    return alone or _unmet_total(replica_needs, nodes)
 
 
 def check_fit(config: SlipstreamConfig, nodes: Sequence[Node]) -> None:
     """Raises ConfigError if the nodes cannot hold all pools."""
-    lines = misfits(config, nodes)
+    lines = unmet_needs(config, nodes)
     if lines:
         hint = "nothing was changed; if the cluster adds nodes itself, `slipstream up --autoscaled` waits for them"
         raise ConfigError("\n  ".join(["the cluster cannot hold this configuration", *lines, hint]))
 
 
-def _misfit(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
-    labelled = [node for node in nodes if carries(node.labels, need.labels)]
+def _unmet_need(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
+    labelled = [node for node in nodes if matches_selector(node.labels, need.labels)]
     if not labelled:
         return (
             f"{need.section}.labels: {need.pool} needs a node with {_labels(need.labels)}, but none of"
             f" {len(nodes)} nodes has them; existing labels: {_all_labels(nodes)}; start a node with the labels"
             " (`ray start --labels`), or change the required labels"
         )
-    slots = sum(room(node.resources, need.resources) for node in labelled)
+    slots = sum(copies_that_fit(node.resources, need.resources) for node in labelled)
     if slots >= need.replicas:
         return None
-    among = f" with {_labels(need.labels)}" if need.labels else ""
+    label_clause = f" with {_labels(need.labels)}" if need.labels else ""
     if slots:
         return (
-            f"{need.section}: {need.replicas} times {need.pool} must always run, but {_have(nodes)}"
-            f" room for {slots}, with {_amounts(need.resources)} each{among}; add nodes, or lower replicas.min"
+            f"{need.section}: {need.replicas} times {need.pool} must always run, but {_count_clause(nodes)}"
+            f" room for {slots}, with {_format_resources(need.resources)} each{label_clause}; add nodes, or lower"
+            " replicas.min"
         )
     most = {name: max(node.resources.get(name, 0.0) for node in labelled) for name in need.resources}
     missing = {name: amount for name, amount in need.resources.items() if most[name] + SLACK < amount}
-    what = _lacking(missing or need.resources, most, bool(missing))
-    return f"{need.section}: {need.pool} needs {_amounts(need.resources)} on one node{among}, but {what}"
+    problem = _missing_clause(missing or need.resources, most, bool(missing))
+    resources = _format_resources(need.resources)
+    return f"{need.section}: {need.pool} needs {resources} on one node{label_clause}, but {problem}"
 
 
-def _lacking(missing: Mapping[str, float], most: Mapping[str, float], is_alone: bool) -> str:
+def _missing_clause(missing: Mapping[str, float], most: Mapping[str, float], is_alone: bool) -> str:
     if not is_alone:
         return "no node has all of them; add a larger node, or reserve less"
     has = ", ".join(f"{most[name]:g} {name}" for name in missing)
     return f"no node has more than {has}; add a larger node, or reserve less"
 
 
-def _too_much_together(replica_needs: Iterable[ReplicaNeed], nodes: Sequence[Node]) -> list[str]:
+def _unmet_total(replica_needs: Iterable[ReplicaNeed], nodes: Sequence[Node]) -> list[str]:
     """Returns a line if each pool fits alone but all pools together do not, else none."""
     total: Counter[str] = Counter()
     for need in replica_needs:
@@ -194,18 +196,19 @@ def _too_much_together(replica_needs: Iterable[ReplicaNeed], nodes: Sequence[Nod
     missing = [name for name, amount in total.items() if amount > offered[name] + SLACK]
     if not missing:
         return []
-    needed = _amounts({name: total[name] for name in missing})
-    there = _amounts({name: offered[name] for name in missing})
+    needed = _format_resources({name: total[name] for name in missing})
+    available = _format_resources({name: offered[name] for name in missing})
     return [
-        f"the pools at their minimum size need {needed} together, but {_have(nodes)} {there}; add nodes or reserve less"
+        f"the pools at their minimum size need {needed} together, but {_count_clause(nodes)} {available}; add nodes or"
+        " reserve less"
     ]
 
 
-def _have(nodes: Sequence[Node]) -> str:
+def _count_clause(nodes: Sequence[Node]) -> str:
     return "1 node has" if len(nodes) == 1 else f"{len(nodes)} nodes have"
 
 
-def _amounts(resources: Mapping[str, float]) -> str:
+def _format_resources(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{round(amount, 4):g} {name}" for name, amount in resources.items())
 
 

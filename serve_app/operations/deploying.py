@@ -20,7 +20,7 @@ from cluster.errors import ConfigError, ModelError, SlipstreamError
 from serve_app.serve_manifest import application
 
 POLL_S = 0.5
-RAISED = re.compile(r"\bcluster\.errors\.(\w+): ")  # name of an error in a replica's traceback
+ERROR_NAME = re.compile(r"\bcluster\.errors\.(\w+): ")  # name of an error in a replica's traceback
 PERMANENT: Mapping[str, type[SlipstreamError]] = MappingProxyType(
     {"ConfigError": ConfigError, "ModelError": ModelError}
 )
@@ -46,13 +46,13 @@ def deploy(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> None
 def check_start(messages: Mapping[str, str]) -> None:
     """Raises the ModelError or ConfigError of a replica's start, if Serve's `messages` (by deployment) contain one."""
     for message in messages.values():
-        if (raised := last_raised(message)) is not None and raised[0] in PERMANENT:
+        if (raised := last_error(message)) is not None and raised[0] in PERMANENT:
             raise PERMANENT[raised[0]](raised[1])
 
 
 def start_failure(messages: Mapping[str, str]) -> StartError:
     """Returns the error for an abandoned start, with the last cause in Serve's messages."""
-    raised = {deployment: last_raised(message) for deployment, message in messages.items()}
+    raised = {deployment: last_error(message) for deployment, message in messages.items()}
     causes = {deployment: error[1] for deployment, error in raised.items() if error is not None} or {
         deployment: message.strip().rpartition("\n")[2] for deployment, message in messages.items()
     }
@@ -60,9 +60,9 @@ def start_failure(messages: Mapping[str, str]) -> StartError:
     return StartError(f"the application did not start: {reasons or 'Serve names no cause'}")
 
 
-def last_raised(message: str) -> tuple[str, str] | None:
+def last_error(message: str) -> tuple[str, str] | None:
     """Returns the name and message of the last project error in a traceback, if any."""
-    matches = list(RAISED.finditer(message))
+    matches = list(ERROR_NAME.finditer(message))
     if not matches:
         return None
     text = message[matches[-1].end() :].strip().partition("\n\n")[0]

@@ -66,7 +66,7 @@ def serving(
             finally:
                 status.start()
                 status.update("Letting running requests finish")
-                let_requests_finish(config.server.drain_s)
+                drain_requests(config.server.drain_s)
         finally:
             status.update("Stopping")
             withdraw(APPLICATION)
@@ -141,7 +141,7 @@ def wait_until_ready(url: str) -> None:
     raise StartError(f"{url}/health did not become ok within {READY_TIMEOUT_S:.0f} s; last answer: {answer}")
 
 
-def let_requests_finish(drain_s: float) -> None:
+def drain_requests(drain_s: float) -> None:
     """Makes routers refuse new requests, and waits for running ones up to the drain time."""
     _refuse_new_requests(drain_s)
     _drain(drain_s + ROUTER_SHUTDOWN_S)

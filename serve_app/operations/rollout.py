@@ -19,10 +19,10 @@ from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ModelError
 from serve_app.operations.checks import Node, check_fit, check_keys, needs
 from serve_app.operations.deploying import StartError, deploy, is_running, serve_details, withdraw
-from serve_app.operations.local import READY_TIMEOUT_S, let_requests_finish
+from serve_app.operations.local import READY_TIMEOUT_S, drain_requests
 from serve_app.operations.preflight import check_models
 from serve_app.operations.ray_cluster import ClusterError, alive_nodes, broadcast, connected, deployed
-from serve_app.serve_manifest import APPLICATION, deployed_drain_s, http_options, whole_file
+from serve_app.serve_manifest import APPLICATION, deploy_file, deployed_drain_s, http_options
 
 POLL_S = 0.5
 ANY_ADDRESS = "0.0.0.0"
@@ -30,10 +30,10 @@ ANY_ADDRESS = "0.0.0.0"
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Addresses of a deployment; `differs` describes configured settings that the running proxies lack."""
+    """Addresses of a deployment; `difference` describes configured settings that the running proxies lack."""
 
     urls: tuple[str, ...]
-    differs: str | None
+    difference: str | None
 
 
 def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bool) -> Endpoints:
@@ -45,9 +45,9 @@ def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bo
         if not autoscaled:
             check_fit(config, nodes)
         status.update("Checking the models")
-        _check_models_there(config, nodes)
+        _check_models_on_node(config, nodes)
         status.update("Starting Serve")
-        serve.start(proxy_location=whole_file(config)["proxy_location"], http_options=http_options(config))
+        serve.start(proxy_location=deploy_file(config)["proxy_location"], http_options=http_options(config))
         status.update("Starting the replicas")
         deploy(config, APPLICATION)
         status.update("Waiting until the routers reach a target")
@@ -64,29 +64,31 @@ def down(address: str, drain_s: float | None, status: Status) -> None:
     with connected(address):
         applications = serve_details()["applications"] if is_running() else {}
         if APPLICATION not in applications:
-            there = ", ".join(applications) or "none"
-            raise ClusterError(f"no {APPLICATION} is deployed at '{address}'; applications there: {there}")
+            names = ", ".join(applications) or "none"
+            raise ClusterError(f"no {APPLICATION} is deployed at '{address}'; applications there: {names}")
         status.update("Letting running requests finish")
-        let_requests_finish(drain_s if drain_s is not None else _deployed_drain_s(applications[APPLICATION]))
+        drain_requests(drain_s if drain_s is not None else _deployed_drain_s(applications[APPLICATION]))
         status.update("Stopping")
         withdraw(APPLICATION)
         if not serve.status().applications:
             serve.shutdown()
 
 
-def _check_models_there(config: SlipstreamConfig, nodes: Iterable[Node]) -> None:
+def _check_models_on_node(config: SlipstreamConfig, nodes: Iterable[Node]) -> None:
     """Checks the models on a node that can hold a drafter, since the calling machine may lack them."""
     drafter = needs(config)[1]
-    holder = next((node for node in nodes if drafter.fits(node)), None)
-    if holder is None:
+    drafter_node = next((node for node in nodes if drafter.fits(node)), None)
+    if drafter_node is None:
         return
-    there = NodeAffinitySchedulingStrategy(holder.node_id, soft=False)
+    strategy = NodeAffinitySchedulingStrategy(drafter_node.node_id, soft=False)
     try:
         ray.get(
-            ray.remote(check_models).options(num_cpus=0, scheduling_strategy=there).remote(config, with_weights=False)
+            ray.remote(check_models)
+            .options(num_cpus=0, scheduling_strategy=strategy)
+            .remote(config, with_weights=False)
         )
     except RayTaskError as error:
-        raise ModelError(f"on node {holder.address}: {error.cause}") from error
+        raise ModelError(f"on node {drafter_node.address}: {error.cause}") from error
 
 
 def endpoints(details: Mapping[str, Any], config: SlipstreamConfig) -> Endpoints:
@@ -97,11 +99,11 @@ def endpoints(details: Mapping[str, Any], config: SlipstreamConfig) -> Endpoints
     configured = (config.server.host, config.server.port)
     if configured == (host, port):
         return Endpoints(tuple(f"http://{one}:{port}" for one in hosts), None)
-    differs = (
+    difference = (
         f"Serve was already running on {host}:{port}; to move it to {configured[0]}:{configured[1]}, end its last"
         " application with `slipstream down`, then run `slipstream up` again"
     )
-    return Endpoints(tuple(f"http://{one}:{port}" for one in hosts), differs)
+    return Endpoints(tuple(f"http://{one}:{port}" for one in hosts), difference)
 
 
 def _deployed_drain_s(application: Mapping[str, Any]) -> float:

@@ -138,11 +138,11 @@ class PoolSamples:
         self._pools = pools
 
     async def __call__(self) -> Sequence[Sample]:
-        answers = await asyncio.gather(*map(_ask, self._pools))
+        answers = await asyncio.gather(*map(_sample_pool, self._pools))
         return [sample for samples in answers for sample in samples]
 
 
-async def _ask(pool: DeploymentHandle[Any]) -> Sequence[Sample]:
+async def _sample_pool(pool: DeploymentHandle[Any]) -> Sequence[Sample]:
     """Samples one pool; skips replicas that fail."""
     try:
         answers = await pool.broadcast("sample").results_async(timeout_s=ANSWER_S, return_exceptions=True)
@@ -308,16 +308,16 @@ def _accepted_share(earlier: dict[str, Sample], targets: Sequence[TargetSample])
 
 def _tracks(samples: Sequence[TargetSample | DraftSample]) -> tuple[Track, ...]:
     """Returns timelines of the last seconds before the latest sample, drafters above targets."""
-    actors = [_up_to_now(unpack(sample.recording), sample.at_s) for sample in samples[:MAX_TRACKS]]
+    actors = [_clip_to_now(unpack(sample.recording), sample.at_s) for sample in samples[:MAX_TRACKS]]
     all_spans = spans(actors, shown_stages())
-    looked = [sample.at_s + actor.recording.wall_offset_s for sample, actor in zip(samples, actors, strict=False)]
-    begins = max(looked, default=0.0) - WINDOW_S
+    sampled_at = [sample.at_s + actor.recording.wall_offset_s for sample, actor in zip(samples, actors, strict=False)]
+    begins = max(sampled_at, default=0.0) - WINDOW_S
     return tuple(
         Track(actor=actor.name, role=actor.role, bars=_bars(actor.name, all_spans, begins)) for actor in actors
     )
 
 
-def _up_to_now(actor: Actor, now: float) -> Actor:
+def _clip_to_now(actor: Actor, now: float) -> Actor:
     """Extends the actor's current pass or step, if any, to `now`."""
     events = actor.recording.events
     ends = {stage.begins[1]: stage.ends[1] for stage in shown_stages()}
@@ -350,7 +350,7 @@ class PageWatch:
         self._model = model
         self._collect = collect
         self._clock = clock
-        self._turn = asyncio.Lock()
+        self._sampling_lock = asyncio.Lock()
         self._taken_s = float("-inf")
         self._samples: Sequence[Sample] = ()
         self._trainer: TrainerSample | None = None  # latest sample; a trainer without idle cores may not answer
@@ -358,7 +358,7 @@ class PageWatch:
 
     async def state(self) -> PageState:
         """Returns a state at most a second old; concurrent callers share one round of samples."""
-        async with self._turn:
+        async with self._sampling_lock:
             age = self._clock() - self._taken_s
             if self._state is None or age >= PERIOD_S:
                 samples = self._with_trainer(await self._collect())

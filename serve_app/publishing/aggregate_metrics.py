@@ -33,11 +33,11 @@ class AggregateMetrics:
         self._pools = tuple(pools)
 
     async def __call__(self) -> bytes:
-        answers = await asyncio.gather(*(_asked(pool) for pool in self._pools))
+        answers = await asyncio.gather(*(_collect_pool(pool) for pool in self._pools))
         return await asyncio.to_thread(exposition, [families for pool in answers for families in pool])
 
 
-async def _asked(pool: Gather) -> Sequence[Sequence[Metric]]:
+async def _collect_pool(pool: Gather) -> Sequence[Sequence[Metric]]:
     try:
         async with asyncio.timeout(ANSWER_S):
             return await pool()

@@ -22,7 +22,7 @@ from serve_app.operations.deploying import RAY_DRAIN, is_running, serve_details
 from serve_app.operations.local import checked_port
 from serve_app.operations.ray_cluster import broadcast, connected, deployed
 from tests.unit.tools.drafts.eval.tiny_target import a_target
-from tools.doctor.checks import judge
+from tools.doctor.checks import run_checks
 from tools.doctor.probe import examine
 
 STORE_BYTES = 80 << 20
@@ -127,7 +127,7 @@ def test_the_doctor_names_what_is_wrong_on_which_node(cluster: Cluster, config_f
 def test_nodes_call_each_other_with_the_credentials_of_replicas(cluster: Cluster, config_file: Path) -> None:
     """A certificate authority missing on the nodes stops every server, so the doctor reports it for each node."""
     config = load_config(config_file, ["trust.token_file=no_such_file"])
-    checks = {check.name: check for check in judge(config, examine(config, cluster.address))}
+    checks = {check.name: check for check in run_checks(config, examine(config, cluster.address))}
     assert len(checks["gRPC"].faults) == 3
     assert all("trust.token_file: cannot read" in fault for fault in checks["gRPC"].faults)
 

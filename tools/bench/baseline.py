@@ -93,10 +93,10 @@ def _generate(model: Any, codec: Any, question: ChatQuestion) -> TimedAnswer:
         """Receives the prompt, then each token, and records the arrival times."""
 
         def __init__(self) -> None:
-            self.seen_s: list[float] = []
+            self.token_times_s: list[float] = []
 
         def put(self, value: Any) -> None:
-            self.seen_s.append(time.perf_counter())
+            self.token_times_s.append(time.perf_counter())
 
         def end(self) -> None:
             pass
@@ -116,7 +116,7 @@ def _generate(model: Any, codec: Any, question: ChatQuestion) -> TimedAnswer:
         )[0, prompt.shape[1] :].tolist()
     text = "".join([*map(detokenizer.push, tokens), detokenizer.finish()])
     latency_s = time.perf_counter() - started
-    return TimedAnswer(text, len(tokens), 0, 0, first_token_s=stopwatch.seen_s[1] - started, latency_s=latency_s)
+    return TimedAnswer(text, len(tokens), 0, 0, first_token_s=stopwatch.token_times_s[1] - started, latency_s=latency_s)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ def _prompt(entry: Any, where: str) -> Prompt:
     return Prompt(kind=str(entry.get("kind", "conversation")), prompt=turns[ends][1], earlier=tuple(turns[:ends]))
 
 
-def _turn(message: Any, speaker: str, said: str, where: str) -> Turn:
-    if isinstance(message, Mapping) and isinstance(message.get(said), str) and message.get(speaker) in SPEAKERS:
-        return SPEAKERS[message[speaker]], message[said]
+def _turn(message: Any, speaker: str, content: str, where: str) -> Turn:
+    if isinstance(message, Mapping) and isinstance(message.get(content), str) and message.get(speaker) in SPEAKERS:
+        return SPEAKERS[message[speaker]], message[content]
     raise ConfigError(f"{where}: a message is {json.dumps(message)[:80]}; {EXPECTED}")

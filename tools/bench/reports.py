@@ -114,7 +114,7 @@ def measure_rates(
     if html_path is not None:
         require_matplotlib()
     sweep = Sweep(plan.prompts, tuple(rates), requests, plan.max_tokens)
-    model, points = asyncio.run(_swept(url, key, sweep, console))
+    model, points = asyncio.run(_run_sweep(url, key, sweep, console))
     console.print(latencies_table(A_SECOND, points))
     settings = {"rates": sweep.rates, "requests": requests, "max_tokens": sweep.max_tokens, "seed": sweep.seed}
     if json_path is not None:
@@ -125,7 +125,7 @@ def measure_rates(
         _write_html(html_path, model, conditions, A_SECOND, points)
 
 
-async def _swept(url: str, key: str | None, sweep: Sweep, console: Console) -> tuple[str, list[LoadPoint]]:
+async def _run_sweep(url: str, key: str | None, sweep: Sweep, console: Console) -> tuple[str, list[LoadPoint]]:
     async with ChatEndpoint.at(url, key) as endpoint:
         model = await endpoint.model()
         with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:

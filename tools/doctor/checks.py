@@ -16,7 +16,7 @@ from rich.text import Text
 from cluster.config import SlipstreamConfig
 from cluster.config_sections import STATE_READERS
 from cluster.trust import PeerRole
-from serve_app.operations.checks import Node, misfits, needs
+from serve_app.operations.checks import Node, needs, unmet_needs
 from serve_app.operations.deploying import RAY_DRAIN, drain_s
 
 
@@ -78,7 +78,7 @@ MIB = 1 << 20
 RANK_SHARED_MEMORY = 64 * MIB  # default total of a container; too small for the NCCL buffers of several ranks
 MAX_CLOCK_GAP_S = 0.1
 MAX_CALL_S = 0.02  # maximum round trip in seconds; targets never wait longer for drafts
-MATTERS = ("python", "ray", "torch", "transformers", "slipstream", "protocol")
+COMPARED_VERSIONS = ("python", "ray", "torch", "transformers", "slipstream", "protocol")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +90,22 @@ class Check:
     faults: tuple[str, ...]
 
 
-def judge(config: SlipstreamConfig, facts: ClusterFacts) -> list[Check]:
+def run_checks(config: SlipstreamConfig, facts: ClusterFacts) -> list[Check]:
     """Runs all checks. The cluster fits if no check has a fault."""
     names = _names(facts.nodes)
-    judged: tuple[tuple[str, str, Callable[[], Iterable[str]]], ...] = (
-        ("nodes", _count(facts.nodes), lambda: _silent(facts, names)),
-        ("resources", _offered(facts.nodes), lambda: misfits(config, facts.nodes)),
+    checks: tuple[tuple[str, str, Callable[[], Iterable[str]]], ...] = (
+        ("nodes", _count(facts.nodes), lambda: _unreachable(facts, names)),
+        ("resources", _available_resources(facts.nodes), lambda: unmet_needs(config, facts.nodes)),
         ("versions", _versions_seen(facts.found), lambda: _versions(facts.found, names)),
         ("HTTP port", str(config.server.port), lambda: _ports(facts.found, names)),
         ("shared memory", _least_shared_memory(facts.found), lambda: _shared_memory(config, facts.found, names)),
-        ("models", _tried_models(config, facts.found), lambda: _models(facts.found, names)),
+        ("models", _models_seen(config, facts.found), lambda: _models(facts.found, names)),
         ("drain", _drains_seen(config, facts.found), lambda: _drains(config, facts.found, names)),
         ("Ray's token", _auth_seen(facts.found), lambda: _auth(config, facts.found, names)),
         ("gRPC", _calls_seen(facts.calls), lambda: _grpc(facts, names)),
         ("clocks", _clocks_seen(facts.clocks), lambda: _clocks(facts.clocks, names)),
     )
-    return [Check(name, seen, tuple(faults())) for name, seen, faults in judged]
+    return [Check(name, seen, tuple(faults())) for name, seen, faults in checks]
 
 
 def _names(nodes: Iterable[Node]) -> dict[str, str]:
@@ -121,19 +121,19 @@ def _names(nodes: Iterable[Node]) -> dict[str, str]:
 # ------------------------------------------------------------ nodes and versions
 
 
-def _silent(facts: ClusterFacts, names: dict[str, str]) -> Iterator[str]:
+def _unreachable(facts: ClusterFacts, names: dict[str, str]) -> Iterator[str]:
     for node_id, why in facts.silent.items():
         yield f"{names[node_id]} could not be examined: {why}; install this version of Slipstream there"
 
 
 def _versions(found: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[str]:
-    for what in MATTERS:
+    for name in COMPARED_VERSIONS:
         holders = defaultdict(list)
         for facts in found:
-            holders[facts.versions[what]].append(names[facts.node.node_id])
+            holders[facts.versions[name]].append(names[facts.node.node_id])
         if len(holders) > 1:
-            said = "; ".join(f"{version} on {', '.join(where)}" for version, where in sorted(holders.items()))
-            yield f"{what} differs: {said}; install equal versions, preferably from one image"
+            summary = "; ".join(f"{version} on {', '.join(where)}" for version, where in sorted(holders.items()))
+            yield f"{name} differs: {summary}; install equal versions, preferably from one image"
     for facts in found:
         torch = facts.versions["torch"]
         if facts.node.resources.get("GPU", 0) and torch.endswith("+cpu"):
@@ -142,7 +142,7 @@ def _versions(found: Sequence[NodeFacts], names: dict[str, str]) -> Iterator[str
 
 
 def _versions_seen(found: Sequence[NodeFacts]) -> str:
-    return ", ".join(f"{what} {found[0].versions[what]}" for what in MATTERS) if found else "none"
+    return ", ".join(f"{name} {found[0].versions[name]}" for name in COMPARED_VERSIONS) if found else "none"
 
 
 # ------------------------------------------------------------ ports, memory and models of a node
@@ -186,7 +186,7 @@ def _models(found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
             yield f"{names[facts.node.node_id]}: {facts.model_fault} (replicas may run on this node)"
 
 
-def _tried_models(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
+def _models_seen(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
     holders = [facts for facts in found if models_needed(config, facts.node) is not ModelsNeeded.NONE]
     return f"read on {_count(holders)}"
 
@@ -248,15 +248,15 @@ def _grpc(facts: ClusterFacts, names: dict[str, str]) -> Iterator[str]:
         if one.server_fault is not None:
             yield f"{names[one.node.node_id]}: a gRPC server cannot start: {one.server_fault}"
     for call in facts.calls:
-        way = f"from {names[call.caller]} to {names[call.called]}"
+        route = f"from {names[call.caller]} to {names[call.called]}"
         if call.fault is not None:
             yield (
-                f"gRPC call {way} failed: {call.fault}; routers, drafters and targets listen on random ports, so open"
+                f"gRPC call {route} failed: {call.fault}; routers, drafters and targets listen on random ports, so open"
                 " the firewall between nodes, and issue all credentials (trust) from one authority"
             )
         elif call.seconds is not None and call.seconds > MAX_CALL_S:
             yield (
-                f"a gRPC call {way} takes {call.seconds * 1000:.0f} ms for the round trip, too slow for drafts;"
+                f"a gRPC call {route} takes {call.seconds * 1000:.0f} ms for the round trip, too slow for drafts;"
                 " place drafters closer to targets with resources.labels"
             )
 
@@ -272,10 +272,10 @@ def _clocks(clocks: Sequence[ClockReading], names: dict[str, str]) -> Iterator[s
     """Compares each clock with the median clock, so that one wrong clock gives one fault."""
     for clock, gap in _gaps(clocks):
         if abs(gap) > MAX_CLOCK_GAP_S + clock.error_s:
-            word = "ahead of" if gap > 0 else "behind"
+            direction = "ahead of" if gap > 0 else "behind"
             yield (
-                f"{names[clock.node_id]}: its clock is {abs(gap):.2f} s {word} the other clocks, which misaligns traces"
-                " and may invalidate certificates; run chrony or another NTP client"
+                f"{names[clock.node_id]}: its clock is {abs(gap):.2f} s {direction} the other clocks, which misaligns"
+                " traces and may invalidate certificates; run chrony or another NTP client"
             )
 
 
@@ -291,7 +291,7 @@ def _clocks_seen(clocks: Sequence[ClockReading]) -> str:
     return f"within {max(gaps) * 1000:.0f} ms" if gaps else "unknown"
 
 
-def _offered(nodes: Iterable[Node]) -> str:
+def _available_resources(nodes: Iterable[Node]) -> str:
     total: dict[str, float] = defaultdict(float)
     for node in nodes:
         for name in ("CPU", "GPU"):

@@ -113,13 +113,13 @@ class NodeProbe:
 
         Raises ConfigError if no role has credentials.
         """
-        lacking = ""
+        reason = ""
         for role in SERVING_ROLES:
             try:
                 return role, credentials_of(self._config.trust, role)
             except ConfigError as error:
-                lacking = lacking or str(error)
-        raise ConfigError(lacking)
+                reason = reason or str(error)
+        raise ConfigError(reason)
 
     def _port_fault(self) -> str | None:
         server = self._config.server
@@ -192,13 +192,13 @@ def examine(config: SlipstreamConfig, address: str) -> ClusterFacts:
         probes = {node.node_id: _probe(config, node) for node in nodes}
         router = needs(config)[-1]
         tries_ports = not is_running()  # a running Serve already listens there
-        looks = {
+        pending = {
             node.node_id: probes[node.node_id].look.remote(
                 tries_port=tries_ports and router.fits(node), models=models_needed(config, node)
             )
             for node in nodes
         }
-        found, silent = _answers(looks, LOOK_S)
+        found, silent = _answers(pending, LOOK_S)
         calls = _call(probes, found)
         clocks = [_clock(node_id, probes[node_id]) for node_id in found]
         return ClusterFacts(nodes, tuple(found.values()), silent, calls, tuple(clocks))

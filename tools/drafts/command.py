@@ -152,8 +152,8 @@ def inspection_report(found: DraftInspection) -> Group:
         parts.append(f"\n[bold red]It does not fit[/], for {count} reason{'s' * (count > 1)}:")
         parts += [escape(f"* {misfit}") for misfit in found.mismatches]
     else:
-        praise = "It is whole" if found.target is None else "It fits"
-        parts += [f"\n[bold green]{praise}[/]; configure it as\n", escape(found.snippet)]
+        verdict = "It is whole" if found.target is None else "It fits"
+        parts += [f"\n[bold green]{verdict}[/]; configure it as\n", escape(found.snippet)]
     return Group(*parts)
 
 

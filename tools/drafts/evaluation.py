@@ -166,7 +166,7 @@ class Replay:
     """Drafts after a prefix of a text, and the text's actual continuation."""
 
     room: int  # maximum block size at this position
-    coming: tuple[int, ...]  # next tokens of the text
+    next_tokens: tuple[int, ...]  # next tokens of the text
     chain: DraftTree
     tree: DraftTree
     chain_s: float  # seconds to draft the chain
@@ -222,10 +222,10 @@ def _replay(
     return Replay(room, text.tokens[prefix.length :], chain, tree, chain_s, tree_s)
 
 
-def committed_by(place: Replay, draft: DraftTree, most: int) -> int:
+def committed_tokens(place: Replay, draft: DraftTree, most: int) -> int:
     """Returns the number of tokens committed by verification of the draft's first `most` tokens."""
-    accepted = len(draft.first(min(most, place.room)).along(place.coming))
-    return min(accepted + 1, len(place.coming))
+    accepted = len(draft.first(min(most, place.room)).along(place.next_tokens))
+    return min(accepted + 1, len(place.next_tokens))
 
 
 def verifies(places: Sequence[Replay], most: int, *, trees: bool) -> int:
@@ -234,7 +234,7 @@ def verifies(places: Sequence[Replay], most: int, *, trees: bool) -> int:
     at = 0
     while at < len(places):
         place = places[at]
-        at += committed_by(place, place.tree if trees else place.chain, most)
+        at += committed_tokens(place, place.tree if trees else place.chain, most)
         count += 1
     return count
 
@@ -290,7 +290,7 @@ def measures(
 def _rank(place: Replay) -> float:
     """Returns the correct token's rank among the draft's candidates, from 0; infinity if absent."""
     first = place.tree.children(-1) or place.chain.children(-1)
-    return first.index(place.coming[0]) if place.coming[0] in first else float("inf")
+    return first.index(place.next_tokens[0]) if place.next_tokens[0] in first else float("inf")
 
 
 def _tokens_a_verify(texts: Sequence[Sequence[Replay]], most: int, *, trees: bool) -> float:

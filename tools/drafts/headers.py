@@ -108,11 +108,11 @@ def layout_of(files: HeadFiles) -> DraftLayout:
     """Recognizes a folder's layout from its tensors and configuration."""
     names = tuple(files.tensors)
     has_embedding = any(name in files.tensors for name in EMBEDDING)
-    if has_embedding and _any(names, MTP):
+    if has_embedding and _any_matches(names, MTP):
         return WITH_MTP
     if found := _by_name(names, MEDUSA) or _by_name(names, WITHOUT_METHOD):
         return found
-    if _any(names, r"(?:speculator\.)?emb\.\d+\.weight"):
+    if _any_matches(names, r"(?:speculator\.)?emb\.\d+\.weight"):
         return MLP_SPECULATOR
     if _is_dflash(files):
         return DraftLayout(f"DFlash head, {_dflash_publisher(files.config)} layout", "dflash")
@@ -154,20 +154,20 @@ def _eagle3_publisher(names: Iterable[str], config: Mapping[str, Any]) -> str:
         return "ModelOpt's or SpecForge's"
     if "LlamaForCausalLMEagle3" in (config.get("architectures") or ()):
         return "SpecForge's"
-    return "SafeAILab's" if _any(names, r"(?:model\.)?midlayer\.") else "vLLM's"
+    return "SafeAILab's" if _any_matches(names, r"(?:model\.)?midlayer\.") else "vLLM's"
 
 
 def _eagle_publisher(names: Iterable[str]) -> str:
-    if _any(names, r"fusion_fc\.|transformer\."):
+    if _any_matches(names, r"fusion_fc\.|transformer\."):
         return "speculators'"
-    return "HASS's" if _any(names, r"(?:model\.)?embed_layernorm\.") else "SafeAILab's"
+    return "HASS's" if _any_matches(names, r"(?:model\.)?embed_layernorm\.") else "SafeAILab's"
 
 
 def _by_name(names: Iterable[str], layouts: Mapping[str, DraftLayout]) -> DraftLayout | None:
-    return next((layout for pattern, layout in layouts.items() if _any(names, pattern)), None)
+    return next((layout for pattern, layout in layouts.items() if _any_matches(names, pattern)), None)
 
 
-def _any(names: Iterable[str], pattern: str) -> bool:
+def _any_matches(names: Iterable[str], pattern: str) -> bool:
     return any(re.match(pattern, name) for name in names)
 
 
@@ -225,7 +225,7 @@ class Mismatch:
 
 HeadConfig = EagleConfig | DFlashConfig | MedusaConfig | MlpSpeculatorConfig
 DEPTHS = (1 << 10, 1 << 11)  # two assumed target depths, to find facts that depend on the depth
-SAID_BY_FACTS = ("reads the target's state", "proposes ", "positions up to ", "embedding of ")
+FACT_PREFIXES = ("reads the target's state", "proposes ", "positions up to ", "embedding of ")
 COUNT = 3  # hidden states that an EAGLE-3 head reads by default
 
 
@@ -242,12 +242,12 @@ def resolved(files: HeadFiles, draft: DraftPool, target: TargetShape) -> HeadCon
     return _RESOLVE[draft.method](files, target, draft)
 
 
-def presumed_target(files: HeadFiles, draft: DraftPool, depth: int = DEPTHS[0]) -> TargetShape:
+def assumed_target(files: HeadFiles, draft: DraftPool, depth: int = DEPTHS[0]) -> TargetShape:
     """Returns the intended target of a head with canonical names, at an assumed `depth`, which few heads state."""
     body = {**files.config, **(files.config.get("transformer_layer_config") or {})}
     method = draft.method
     if method == "medusa":
-        return _of_heads(files, depth)
+        return _target_of_heads(files, depth)
     if method == "mlp_speculator":
         (vocabulary, _) = files.tensor("emb.0.weight").shape
         return TargetShape(int(files.tensor("proj.0.weight").shape[-1]), int(vocabulary), depth)
@@ -261,8 +261,8 @@ def presumed_target(files: HeadFiles, draft: DraftPool, depth: int = DEPTHS[0]) 
 
 def head_facts(files: HeadFiles, layout: DraftLayout, draft: DraftPool) -> DraftFacts:
     """Collects facts about a head with canonical names. Raises ModelError if it is inconsistent."""
-    config = resolved(files, draft, presumed_target(files, draft))
-    deeper = resolved(files, draft, presumed_target(files, draft, DEPTHS[1]))
+    config = resolved(files, draft, assumed_target(files, draft))
+    deeper = resolved(files, draft, assumed_target(files, draft, DEPTHS[1]))
     needs = config.needs if config.needs == deeper.needs else replace(config.needs, layers=())
     found = DraftFacts(layout, stored_size(files.tensors), conventions=conventions_of(config))
     return _described(found, files, config, draft, needs)
@@ -270,13 +270,13 @@ def head_facts(files: HeadFiles, layout: DraftLayout, draft: DraftPool) -> Draft
 
 def conventions_of(config: HeadConfig) -> tuple[str, ...]:
     """Returns the loader's description of the head, without lines that repeat other facts."""
-    return tuple(line for line in config.describe() if not line.startswith(SAID_BY_FACTS))
+    return tuple(line for line in config.describe() if not line.startswith(FACT_PREFIXES))
 
 
 def _described(
     facts: DraftFacts, files: HeadFiles, config: HeadConfig, draft: DraftPool, needs: StatesNeeded
 ) -> DraftFacts:
-    target = presumed_target(files, draft)
+    target = assumed_target(files, draft)
     states = _states_read(config, needs, target)
     facts = replace(facts, vocabulary=config.vocabulary, proposes=config.columns, states=states)
     if isinstance(config, EagleConfig):
@@ -293,8 +293,8 @@ def _described(
         return replace(
             facts,
             shape=_decoder_shape(config) | {"layers": len(config.layers), "block_size": config.block_size},
-            embedding=_whose(files, "embed_tokens.weight"),
-            lm_head=_whose(files, "lm_head.weight"),
+            embedding=_owner(files, "embed_tokens.weight"),
+            lm_head=_owner(files, "lm_head.weight"),
             positions=int(files.config.get("max_position_embeddings") or MAX_POSITIONS),
             rope=str(config.rope),
             longest_block=config.block_size - 1,
@@ -362,7 +362,7 @@ def _hidden_read(files: HeadFiles, said: int, states: int) -> int:
     return int(fc.shape[-1]) // states
 
 
-def _of_heads(files: HeadFiles, depth: int) -> TargetShape:
+def _target_of_heads(files: HeadFiles, depth: int) -> TargetShape:
     """Returns the target's shape, derived from Medusa heads, which end in an LM head."""
     shapes = [tensor.shape for name, tensor in files.tensors.items() if name.endswith(".weight")]
     rows = [int(shape[0]) for shape in shapes]
@@ -379,7 +379,7 @@ def _decoder_shape(config: EagleConfig | DFlashConfig) -> dict[str, int]:
     }
 
 
-def _whose(files: HeadFiles, name: str) -> str:
+def _owner(files: HeadFiles, name: str) -> str:
     return "the head" if name in files.tensors else "the target"
 
 

@@ -41,17 +41,17 @@ from tools.drafts.headers import (
     HeadConfig,
     Mismatch,
     StatesRead,
+    assumed_target,
     canonical_files,
     causal_facts,
     head_facts,
     layout_of,
-    presumed_target,
     read_headers,
     resolved,
     stored_size,
 )
 
-NOWHERE = Path()  # placeholder for the target's folder; never read
+NO_FOLDER = Path()  # placeholder for the target's folder; never read
 META = torch.device("meta")
 
 
@@ -82,13 +82,13 @@ def _read_all(files: HeadFiles, config: HeadConfig) -> None:
     tokens = range(config.vocabulary)
     dtype = torch.float32
     if isinstance(config, MedusaConfig):
-        medusa_of(files, config, NOWHERE, dtype, META, tokens, PlainProjection)
+        medusa_of(files, config, NO_FOLDER, dtype, META, tokens, PlainProjection)
     elif isinstance(config, MlpSpeculatorConfig):
         mlp_speculator_of(files, config, dtype, META, tokens, PlainProjection)
     elif isinstance(config, DFlashConfig):
-        DFlashReader(files, NOWHERE, config, dtype, META, PlainProjection).weights(tokens)
+        DFlashReader(files, NO_FOLDER, config, dtype, META, PlainProjection).weights(tokens)
     else:
-        EagleReader(files, NOWHERE, config, dtype, META, PlainProjection).weights(tokens)
+        EagleReader(files, NO_FOLDER, config, dtype, META, PlainProjection).weights(tokens)
 
 
 DEPTH_KEY = "num_target_layers"  # key in a DFlash head's configuration
@@ -116,7 +116,7 @@ def tensor_mismatches(files: HeadFiles, draft: DraftPool) -> list[Mismatch]:
     """
     surveyed = SurveyedFiles(files.folder, files.config, files.tensors)
     try:
-        _read_all(surveyed, resolved(files, draft, presumed_target(files, draft)))
+        _read_all(surveyed, resolved(files, draft, assumed_target(files, draft)))
     except ModelError as error:  # invalid values in an id table or a mask
         surveyed.mismatches.append(Mismatch(str(error)))
     return surveyed.mismatches
@@ -169,8 +169,8 @@ def _depth(files: HeadFiles, facts: DraftFacts, target: TargetFacts) -> Iterator
 def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
     """Checks that the target has the head's borrowed tensors, in the required shapes."""
     stored = stored_tensors(target.folder, partial=True)
-    for whose, names, what in ((facts.embedding, EMBEDDING, "embedding"), (facts.lm_head, HEAD, "LM head")):
-        if whose != "the target":
+    for owner, names, what in ((facts.embedding, EMBEDDING, "embedding"), (facts.lm_head, HEAD, "LM head")):
+        if owner != "the target":
             continue
         name = next((name for name in names if name in stored), None)
         expected = (facts.vocabulary or target.shape.vocabulary, facts.shape["hidden"])
@@ -180,10 +180,14 @@ def _borrowed(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
             yield Mismatch(f"{what} borrowed from the target", f"{expected}", f"{stored[name].shape} ({name})")
 
 
-BESIDE = ("recurrent_head.safetensors", "frequent_tokens.json", "mask_embedding.pt")  # optional files beside weights
+OPTIONAL_FILES = (
+    "recurrent_head.safetensors",
+    "frequent_tokens.json",
+    "mask_embedding.pt",
+)  # optional files beside weights
 SHARE_OF_LAYERS = 4  # suggested share of layers for layer skip, as a divisor
 TARGET_KEYS = ("base_model_name_or_path", "base_model")  # keys that name the target in a head's configuration
-FOUND = ("method", "model")  # keys of `draft` that the checkpoint determines
+DETERMINED_KEYS = ("method", "model")  # keys of `draft` that the checkpoint determines
 
 Options = Mapping[str, Any]
 """Configured keys of `draft` with their values."""
@@ -219,12 +223,12 @@ def inspect_draft(
     layout = _layout(files, target)
     if layout is WITH_MTP and target is None:
         target = target_facts(folder)  # MTP modules draft only for their own target
-    facts, mismatches = _looked_at(files, layout, target, options)
-    facts = replace(facts, made_for=_made_for(files))
+    facts, mismatches = _inspect_layout(files, layout, target, options)
+    facts = replace(facts, made_for=_target_name(files))
     notes = tuple(_notes(files, facts, target))
-    whose = None if target is None else target.folder
+    owner = None if target is None else target.folder
     snippet = "" if mismatches else _snippet(folder, facts, target, options)
-    return DraftInspection(folder, facts, tuple(mismatches), notes, whose, snippet)
+    return DraftInspection(folder, facts, tuple(mismatches), notes, owner, snippet)
 
 
 def _layout(files: HeadFiles, target: TargetFacts | None) -> DraftLayout:
@@ -236,7 +240,7 @@ def _layout(files: HeadFiles, target: TargetFacts | None) -> DraftLayout:
     return CAUSAL if found is WITH_MTP else found
 
 
-def _looked_at(
+def _inspect_layout(
     files: HeadFiles, layout: DraftLayout, target: TargetFacts | None, options: Options
 ) -> tuple[DraftFacts, list[Mismatch]]:
     if layout.method is None:
@@ -250,7 +254,7 @@ def _looked_at(
 
 def _draft_pool(folder: Path, method: str, options: Options) -> DraftPool:
     """Returns the configuration section for the checkpoint."""
-    if overridden := sorted(set(options).intersection(FOUND)):
+    if overridden := sorted(set(options).intersection(DETERMINED_KEYS)):
         raise ConfigError(
             f"draft.{overridden[0]} is read from the checkpoint in {folder}; remove --set draft.{overridden[0]}"
         )
@@ -294,15 +298,15 @@ def _without_states(
     return facts, causal_mismatches(files.folder, facts, target)
 
 
-def _made_for(files: HeadFiles) -> str:
+def _target_name(files: HeadFiles) -> str:
     verifier = (files.config.get("speculators_config") or {}).get("verifier") or {}
     said = verifier.get("name_or_path") or next((files.config[key] for key in TARGET_KEYS if key in files.config), "")
     return str(said)
 
 
 def _notes(files: HeadFiles, facts: DraftFacts, target: TargetFacts | None) -> list[str]:
-    beside = [name for name in BESIDE if (files.folder / name).is_file()]
-    found = [f"additional files: {', '.join(beside)}"] if beside else []
+    optional_files = [name for name in OPTIONAL_FILES if (files.folder / name).is_file()]
+    found = [f"additional files: {', '.join(optional_files)}"] if optional_files else []
     longest = None if target is None else target.positions
     if facts.positions is not None and longest is not None and facts.positions < longest:
         then = "drafting ends there" if facts.ends_at_positions else "acceptance may then fall"

@@ -62,8 +62,8 @@ def worker_groups(config: SlipstreamConfig) -> tuple[WorkerGroup, ...]:
 
 def pool_labels(name: str, config: SlipstreamConfig) -> dict[str, str]:
     """Returns the node labels required by a pool's replicas and set by its worker group."""
-    given = config.target.resources_per_rank.labels if name == "target" else config.draft.resources.labels
-    return {**given, POOL_LABEL: name}
+    labels = config.target.resources_per_rank.labels if name == "target" else config.draft.resources.labels
+    return {**labels, POOL_LABEL: name}
 
 
 def scales(config: SlipstreamConfig) -> bool:
@@ -88,7 +88,7 @@ def _pool_group(name: str, config: SlipstreamConfig) -> WorkerGroup:
         cpus=math.ceil(pods.replicas * reserved["CPU"]),
         gpus=math.ceil(pods.replicas * reserved["GPU"]),
         least=least,
-        most=_most_pods(pool.replicas, pods.replicas),
+        most=_max_pods(pool.replicas, pods.replicas),
         labels=pool_labels(name, config),
         idle_s=pods.idle_s,
     )
@@ -104,17 +104,17 @@ def _reserved(pool: TargetPool | DraftPool) -> Counter[str]:
     return total
 
 
-def _pods_for(replicas: int, a_pod: int) -> int:
-    return -(-replicas // a_pod)
+def _pods_for(replicas: int, per_pod: int) -> int:
+    return -(-replicas // per_pod)
 
 
-def _most_pods(replicas: Replicas, a_pod: int) -> int:
+def _max_pods(replicas: Replicas, per_pod: int) -> int:
     """Returns the maximum number of pods.
 
     For a scaling pool, it leaves room to raise `replicas.max` in a running cluster, where KubeRay does not apply
     changes to this maximum.
     """
-    most = _pods_for(replicas.max, a_pod)
+    most = _pods_for(replicas.max, per_pod)
     return most if replicas.min == replicas.max else SPARE * most
 
 
@@ -250,8 +250,8 @@ def serve_config(config: SlipstreamConfig) -> Json:
     """
     options = {"num_cpus": ROUTER_CPUS, "label_selector": {POOL_LABEL: "router"}}
     router = {"ray_actor_options": options, "max_surge_percent": 0}
-    ours = application(in_pods(config), NAME, more={"Router": router})
-    return serve_file([ours], {"keep_alive_timeout_s": config.server.keep_alive_s})
+    serve_application = application(in_pods(config), NAME, more={"Router": router})
+    return serve_file([serve_application], {"keep_alive_timeout_s": config.server.keep_alive_s})
 
 
 def in_pods(config: SlipstreamConfig) -> SlipstreamConfig:

@@ -66,8 +66,8 @@ class CandidateFleet:
 
     def has_more_drafters_than(self, other: "CandidateFleet") -> bool:
         """Returns whether it has more drafters per target than `other`, with the same speculation."""
-        speculates_so = (self.draft_tokens, self.mode) == (other.draft_tokens, other.mode)
-        return speculates_so and self.drafters_per_target > other.drafters_per_target
+        has_same_speculation = (self.draft_tokens, self.mode) == (other.draft_tokens, other.mode)
+        return has_same_speculation and self.drafters_per_target > other.drafters_per_target
 
 
 NON_SPECULATIVE = CandidateFleet(1, 0, 0, Mode.ADAPTIVE)
@@ -168,7 +168,7 @@ def expected(inputs: PlanInput, draft_tokens: int) -> float:
     return expected_tokens_by_position([inputs.draft.chances(index)[0] for index in range(draft_tokens)])
 
 
-def plain_sessions(inputs: PlanInput, arrivals: Poisson) -> float:
+def non_speculative_sessions(inputs: PlanInput, arrivals: Poisson) -> float:
     """Returns the concurrent sessions on one target without speculation, including the cost of prompts.
 
     Returns MAX_CONCURRENT if the target does not keep up.

@@ -23,7 +23,7 @@ from tools.planning.estimates import (
 )
 from tools.planning.trial import (
     LIMIT_SEARCHES,
-    PROMISING,
+    PROMISING_SHARE,
     CandidateResult,
     Limits,
     choose_best,
@@ -125,7 +125,7 @@ def _shortlist(inputs: PlanInput, fleets: Sequence[CandidateFleet], pool: Execut
             simulate_briefly, inputs, [fleet for fleet in alike if is_promising(fleet, seen, inputs)], pool
         )
     merit = merit_function(seen, inputs)
-    enough = PROMISING * max(map(merit, seen))
+    enough = PROMISING_SHARE * max(map(merit, seen))
     return [one.candidate for one in seen if one.candidate == NON_SPECULATIVE or merit(one) >= enough]
 
 

@@ -31,7 +31,7 @@ from tools.planning.estimates import (
     speed_up,
 )
 from tools.planning.plan import ProgressExecutor, Recommendation, processes, recommend, run_count
-from tools.planning.trial import KEPT_UP, CandidateResult, Limits
+from tools.planning.trial import MIN_SHARE_MET, CandidateResult, Limits
 from tools.simulation.config import Mode, SimulationConfig, Speculation
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson, Workload
 from tools.simulation.world import SimulationReport, World
@@ -106,7 +106,7 @@ def _run(acceptance: float, draft_tokens: int, draft_s: float) -> SimulationRepo
     ).run()
 
 
-SHOWN = 8  # best candidates in the table
+MAX_TABLE_ROWS = 8  # best candidates in the table
 GROWS = "grows"  # shown for a latency that grows without bound
 
 
@@ -141,9 +141,9 @@ def recommendation_report(inputs: PlanInput, recommendation: Recommendation) -> 
     """Renders the recommendation, the compared candidates, and the limits of the gain."""
     limits = [] if recommendation.limits is None else [_limits_table(recommendation.limits)]
     by_position = ", ".join(f"{acceptance:.2f}" for acceptance in inputs.draft.acceptances)
-    supposed = f"Acceptance of draft tokens by position: {by_position} ({escape(inputs.acceptance_source)})"
+    assumption = f"Acceptance of draft tokens by position: {by_position} ({escape(inputs.acceptance_source)})"
     return Group(
-        supposed, _candidates_table(inputs, recommendation), *limits, recommendation_text(inputs, recommendation)
+        assumption, _candidates_table(inputs, recommendation), *limits, recommendation_text(inputs, recommendation)
     )
 
 
@@ -181,7 +181,7 @@ def _candidates_table(inputs: PlanInput, recommendation: Recommendation) -> Tabl
     load = "under the given rate" if isinstance(inputs.arrivals, Poisson) else "at the given concurrency"
     title = f"Simulated {load}: targets : drafters, draft length K, and results per target"
     made = table(title, "fleet", "K", "mode", "tokens/s", "gain", "latency, s", "busy, %", "cost/1M")
-    best_first = sorted(recommendation.results, key=lambda one: _rank(inputs, one))[:SHOWN]
+    best_first = sorted(recommendation.results, key=lambda one: _rank(inputs, one))[:MAX_TABLE_ROWS]
     for result in dict.fromkeys([recommendation.best, *best_first, recommendation.plain]):
         made.add_row(
             *_row(inputs, result, recommendation.plain), style="bold" if result is recommendation.best else None
@@ -201,8 +201,8 @@ def _candidates_table(inputs: PlanInput, recommendation: Recommendation) -> Tabl
         inside.keeps_up and all(one.keeps_up for one in recommendation.results)
     ):
         made.caption = (
-            f"{GROWS}: does not keep up. Less than {KEPT_UP:.0%} of the requested tokens were committed while requests "
-            f"arrived; in-process, more than {MAX_CONCURRENT} sessions would run at once."
+            f"{GROWS}: does not keep up. Less than {MIN_SHARE_MET:.0%} of the requested tokens were committed while "
+            f"requests arrived; in-process, more than {MAX_CONCURRENT} sessions would run at once."
         )
     return made
 

@@ -15,7 +15,7 @@ from tools.planning.estimates import (
     CandidateFleet,
     PlanInput,
     cost_per_million,
-    plain_sessions,
+    non_speculative_sessions,
 )
 from tools.simulation.config import Fleet, Mode, SimulationConfig, Speculation
 from tools.simulation.oracle import ClosedLoop, Poisson, Workload
@@ -28,9 +28,9 @@ MIN_ARRIVALS = 64  # minimum sessions per target, at a given rate
 MAX_ARRIVALS = 1024
 SHORTER = 4  # ratio of the sessions in full runs and short runs
 MIN_SHORT_SESSIONS = 16  # minimum sessions per target in short runs
-KEPT_UP = 0.9  # minimum share of requested tokens committed while requests arrive; varies by some percent
-PROMISING = 0.9  # minimum share of the best merit so far; short runs vary by some percent
-AS_GOOD = 0.98  # minimum share of the best merit to count as equal; the smaller fleet wins
+MIN_SHARE_MET = 0.9  # minimum share of requested tokens committed while requests arrive; varies by some percent
+PROMISING_SHARE = 0.9  # minimum share of the best merit so far; short runs vary by some percent
+EQUAL_MERIT_SHARE = 0.98  # minimum share of the best merit to count as equal; the smaller fleet wins
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def _simulate(inputs: PlanInput, candidate: CandidateFleet, sessions: int) -> Ca
         report.target_busy,
         report.drafter_busy,
         cost_per_million(inputs.prices, candidate, total),
-        isinstance(inputs.arrivals, ClosedLoop) or report.met >= KEPT_UP,
+        isinstance(inputs.arrivals, ClosedLoop) or report.met >= MIN_SHARE_MET,
     )
 
 
@@ -80,7 +80,7 @@ def simulate_briefly(inputs: PlanInput, candidate: CandidateFleet) -> CandidateR
 def choose_best(results: Sequence[CandidateResult], inputs: PlanInput) -> CandidateResult:
     """Returns the candidate with the fewest drafters per target among candidates about as good as the best."""
     merit = merit_function(results, inputs)
-    enough = AS_GOOD * max(map(merit, results))
+    enough = EQUAL_MERIT_SHARE * max(map(merit, results))
     good = [one for one in results if merit(one) >= enough]
     return min(good, key=lambda one: (one.candidate.drafters / one.candidate.targets, -merit(one)))
 
@@ -109,8 +109,8 @@ def is_promising(candidate: CandidateFleet, results: Sequence[CandidateResult], 
     if not with_more_drafters:
         return True
     merit = merit_function(results, inputs)
-    hoped = max(merit(_with_fleet(one, candidate, inputs)) for one in with_more_drafters)
-    return hoped >= PROMISING * max(map(merit, results))
+    best_possible = max(merit(_with_fleet(one, candidate, inputs)) for one in with_more_drafters)
+    return best_possible >= PROMISING_SHARE * max(map(merit, results))
 
 
 def _with_fleet(one: CandidateResult, candidate: CandidateFleet, inputs: PlanInput) -> CandidateResult:
@@ -140,7 +140,7 @@ def sessions_per_target(inputs: PlanInput) -> int:
     """Returns the number of sessions to simulate per target, the same for all fleets."""
     if isinstance(inputs.arrivals, ClosedLoop):
         return max(MIN_SESSIONS, ROUNDS_OF_LOAD * inputs.arrivals.concurrency)
-    at_once = plain_sessions(inputs, inputs.arrivals)
+    at_once = non_speculative_sessions(inputs, inputs.arrivals)
     if at_once >= MAX_CONCURRENT:
         at_once = MIN_SESSIONS  # few sessions suffice to show that the target does not keep up
     return min(max(MIN_ARRIVALS, round(ROUNDS_OF_ARRIVALS * at_once)), MAX_ARRIVALS)
@@ -153,10 +153,10 @@ def unlimited_fleet(targets: int, drafters: int, load: Workload) -> Fleet:
     return Fleet(targets, drafters, 1, load.sessions, load.sessions, fleet.step_tokens, pages)
 
 
-def _arrivals(of_one: ClosedLoop | Poisson, targets: int) -> ClosedLoop | Poisson:
-    if isinstance(of_one, ClosedLoop):
-        return ClosedLoop(of_one.concurrency * targets)
-    return Poisson(of_one.per_s * targets)
+def _arrivals(per_target: ClosedLoop | Poisson, targets: int) -> ClosedLoop | Poisson:
+    if isinstance(per_target, ClosedLoop):
+        return ClosedLoop(per_target.concurrency * targets)
+    return Poisson(per_target.per_s * targets)
 
 
 LIMIT_SEARCHES = 2
@@ -195,7 +195,7 @@ def least_acceptance(inputs: PlanInput, candidate: CandidateFleet, plain: Candid
 
     def saved(acceptance: float) -> float:
         draft = replace(inputs.draft, acceptances=(acceptance,))
-        return _saved(replace(inputs, draft=draft), candidate, plain)
+        return _saving(replace(inputs, draft=draft), candidate, plain)
 
     least = Point(0.0, saved(0.0))
     if least.value > 0:
@@ -209,7 +209,7 @@ def longest_draft_s(inputs: PlanInput, candidate: CandidateFleet, plain: Candida
 
     def saved(seconds: float) -> float:
         draft = DraftCost(forward=ForwardCost.linear(0.0), per_pass_s=seconds)
-        return _saved(replace(inputs, costs=inputs.costs.model_copy(update={"draft": draft})), candidate, plain)
+        return _saving(replace(inputs, costs=inputs.costs.model_copy(update={"draft": draft})), candidate, plain)
 
     shortest = Point(0.0, saved(0.0))
     if shortest.value <= 0:
@@ -220,7 +220,7 @@ def longest_draft_s(inputs: PlanInput, candidate: CandidateFleet, plain: Candida
     return crossing(saved, shortest, Point(longest_s, saved(longest_s)))
 
 
-def _saved(inputs: PlanInput, candidate: CandidateFleet, plain: CandidateResult) -> float:
+def _saving(inputs: PlanInput, candidate: CandidateFleet, plain: CandidateResult) -> float:
     """Returns the share of time saved relative to non-speculative decoding; negative if slower.
 
     Unlike the gain, this share is nearly linear in the searched quantity.

@@ -98,13 +98,13 @@ class SimulatedDrafter:
         self._method.is_noise = True
         self.process.after(seconds, self._recover)
 
-    def leave(self, within_s: float, over: Callable[[], None]) -> None:
-        """Announces a planned end, ends after `within_s` seconds, and then calls `over`."""
+    def leave(self, limit_s: float, over: Callable[[], None]) -> None:
+        """Announces a planned end, ends after `limit_s` seconds, and then calls `over`."""
         if not self._is_leaving:
             self._is_leaving = True
             self._send(self.scheduler.leave())
-            self.process.after(within_s, self.process.die)
-            self.process.clock.after(within_s, over)
+            self.process.after(limit_s, self.process.die)
+            self.process.clock.after(limit_s, over)
 
     def _recover(self) -> None:
         self._method.is_noise = False
@@ -137,7 +137,7 @@ class SimulatedDrafter:
 
     def _ahead(self, requests: Sequence[LookaheadRequest]) -> _Pass:
         """Runs the real drafters' search, step by step in virtual time."""
-        search = LookaheadSearch(self._method, requests, self._forward_time, never_interrupted)
+        search = LookaheadSearch(self._method, requests, self._forward_time, never)
         began_s = self.process.clock.now
         ready_s = began_s + self._per_pass_s
         forwards: list[_Forward] = []
@@ -145,7 +145,7 @@ class SimulatedDrafter:
         while chosen := search.choose(now):
             before = tuple([(draft, len(draft.drafted)) for draft in chosen])
             seconds = self._forward_s(len(chosen), max(draft.missing for draft in chosen))
-            search.extended(chosen, self._method.extend(chosen, never_interrupted), seconds)
+            search.extended(chosen, self._method.extend(chosen, never), seconds)
             forwards.append(_Forward(now, now + seconds, before))
             now += seconds
         return _Pass(began_s, ready_s, tuple(forwards), search=search)
@@ -217,7 +217,7 @@ class SimulatedDrafter:
         self.scheduler.gone(address)
 
 
-def never_interrupted() -> bool:
+def never() -> bool:
     """Returns False: searches always complete, and `_Pass.interrupted` cuts interrupted passes afterwards."""
     return False
 
@@ -302,7 +302,7 @@ class SimulatedTarget:
         self._wires: dict[str, Wire] = {}  # by stream name
         self._streams: Counter[str] = Counter()
         self._in_step = False
-        self._over: Callable[[], None] | None = None  # called after a planned end
+        self._on_end: Callable[[], None] | None = None  # called after a planned end
         self._wakes_at: float | None = None
         self.endpoint = Endpoint(process, self._up, self._frame, self._down)
 
@@ -331,8 +331,8 @@ class SimulatedTarget:
         tokens = sum(len(row.tokens) for row in plan.rows)
         if rows == 0:
             return 0.0
-        is_plain = tokens == rows and not self.scheduler.is_drafted_for
-        return self._costs.non_speculative_s(rows) if is_plain else self._costs.target.seconds(rows, tokens)
+        is_non_speculative = tokens == rows and not self.scheduler.is_drafted_for
+        return self._costs.non_speculative_s(rows) if is_non_speculative else self._costs.target.seconds(rows, tokens)
 
     def _decided(self, outcomes: Sequence[Outcome], began: float) -> None:
         now = self.process.clock.now
@@ -347,20 +347,20 @@ class SimulatedTarget:
         self._wakes_at = max(due, now)
         self.process.after(self._wakes_at - now, self._go_on)
 
-    def leave(self, within_s: float, over: Callable[[], None]) -> None:
-        """Announces a planned end. Ends after its sessions have moved or after `within_s`, then calls `over`."""
+    def leave(self, limit_s: float, over: Callable[[], None]) -> None:
+        """Announces a planned end. Ends after its sessions have moved or after `limit_s`, then calls `over`."""
         if not self.scheduler.is_leaving:
-            self._over = over
+            self._on_end = over
             self._send(self.scheduler.leave())
-            self.process.after(within_s, self._end)
+            self.process.after(limit_s, self._end)
             self._go_on()
 
     def _end(self) -> None:
-        if self._over is not None:
+        if self._on_end is not None:
             self._send(self.scheduler.refuse_rest())
             self.process.after(ENDS_S, self.process.die)
-            self.process.clock.after(ENDS_S, self._over)
-            self._over = None
+            self.process.clock.after(ENDS_S, self._on_end)
+            self._on_end = None
 
     def _send(self, sends: Sequence[Send]) -> None:
         for stream, message in sends:
@@ -416,18 +416,18 @@ class SimulatedAssignment(Assignment):
 
 
 class SimulatedRouter:
-    """Runs one router. `on_commit` receives the number of committed tokens; `on_over` receives each ended session."""
+    """Runs one router. `on_commit` receives the number of committed tokens; `on_end` receives each ended session."""
 
     def __init__(
         self,
         process: Process,
         target_wait_s: float,
         on_commit: Callable[[int], None],
-        on_over: Callable[[SimulatedAssignment], None],
+        on_end: Callable[[SimulatedAssignment], None],
     ) -> None:
         self.process = process
         self._on_commit = on_commit
-        self._on_over = on_over
+        self._on_session_end = on_end
         self._assignments: SessionRouter[SimulatedAssignment] = SessionRouter(process.address, target_wait_s)
         self._links: dict[str, SimulatedLink] = {}  # by peer address
         self._ticking = False
@@ -486,7 +486,7 @@ class SimulatedRouter:
         assignment.ended_s = self.process.clock.now
         assignment.error = end.error if isinstance(end, Failed) else None
         self._assignments.forget(assignment)
-        self._on_over(assignment)
+        self._on_session_end(assignment)
 
     # ------------------------------------------------------------ peers
 

@@ -17,7 +17,7 @@ from itertools import count
 from protos.messages import Hello, LiveSession, Message
 
 Action = Callable[[], None]
-STANDSTILL = 200_000  # number of events at one instant that indicates an endless loop
+ENDLESS_LOOP_EVENTS = 200_000  # number of events at one instant that indicates an endless loop
 
 
 class Clock:
@@ -40,17 +40,17 @@ class Clock:
     def run(self) -> int:
         """Runs all events and returns their number. Raises AssertionError if time stands still."""
         events = 0
-        moment = 0
+        events_now = 0
         due = self._due
         pop = heapq.heappop
         while due:
             time, _, action = pop(due)
             if time > self.now:
                 self.now = time
-                moment = events
+                events_now = events
             action()
             events += 1
-            assert events - moment < STANDSTILL, f"time stands still at {self.now} s"
+            assert events - events_now < ENDLESS_LOOP_EVENTS, f"time stands still at {self.now} s"
         return events
 
 
@@ -86,14 +86,14 @@ class Process:
         self.alive = True
         self.hangs = False
         self.links: list[SimulatedLink] = []  # links with this process as client or server
-        self._missed: list[Action] = []
+        self._deferred: list[Action] = []
         self._stalled_until = 0.0
         self._slow_until = 0.0
         self._slowness = 1.0
 
     def deliver(self, action: Action) -> None:
         if self.hangs:
-            self._missed.append(action)
+            self._deferred.append(action)
         elif self.alive:
             action()
 
@@ -104,7 +104,7 @@ class Process:
     def die(self) -> None:
         self.alive = False
         self.hangs = False
-        self._missed.clear()
+        self._deferred.clear()
         for link in list(self.links):
             link.cut()
 
@@ -134,9 +134,9 @@ class Process:
 
     def _wake(self) -> None:
         self.hangs = False
-        missed = self._missed
-        self._missed = []
-        for action in missed:
+        deferred = self._deferred
+        self._deferred = []
+        for action in deferred:
             self.deliver(action)
 
     def _time_out(self) -> None:
@@ -216,7 +216,7 @@ class SimulatedLink:
         self.server = endpoint.process
         self.is_up = False
         self._network = network
-        self._door = endpoint
+        self._endpoint = endpoint
         self._live = live
         self._ordered = ordered
         self._accepts_stale_frames = ordered and network.network_faults.stale_frames
@@ -266,7 +266,7 @@ class SimulatedLink:
         if stream.cut:
             return
         back = Wire(self._network, stream, self.client, partial(self._on_client_frame, stream), self._ordered)
-        stream.name = self._door.up(hello, back)
+        stream.name = self._endpoint.up(hello, back)
         self.client.after(self._network.hop_s, partial(self._welcome, stream))
 
     def _welcome(self, stream: _Stream) -> None:
@@ -292,7 +292,7 @@ class SimulatedLink:
         if stream.name is not None:
             name = stream.name
             stream.name = None
-            self._door.down(name)
+            self._endpoint.down(name)
 
     # ------------------------------------------------------------ frames
 
@@ -302,7 +302,7 @@ class SimulatedLink:
 
     def _on_server_frame(self, stream: _Stream, frame: Frame) -> None:
         if stream.name is not None:
-            self._door.frame(stream.name, frame)
+            self._endpoint.frame(stream.name, frame)
 
 
 class Network:

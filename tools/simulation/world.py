@@ -183,7 +183,7 @@ Simulated = SimulatedRouter | SimulatedDrafter | SimulatedTarget
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_gc() -> Iterator[None]:
     """Disables the cyclic garbage collector, which would scan the whole world repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -195,7 +195,7 @@ def _uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def _without_logging() -> Iterator[None]:
     """Silences warnings of the schedulers, since the simulation causes losses on purpose."""
     log = logging.getLogger("cluster")
     level = log.level
@@ -235,7 +235,7 @@ class World:
         for fault in self.config.fault_plan.faults:
             self.clock.at(fault.at_s, partial(self._inject, fault))
         self.clock.after(4 * self.config.costs.hop_s, self._begin_load)  # after the streams are up
-        with _uncollected(), _unlogged():
+        with _without_gc(), _without_logging():
             events = self.clock.run()
         self._check()
         return self._report(events)
@@ -292,7 +292,7 @@ class World:
 
     def _add_router(self) -> None:
         made = SimulatedRouter(
-            self._process(Role.ROUTER), self.config.fleet.target_wait_s, self._note_commit, self._note_over
+            self._process(Role.ROUTER), self.config.fleet.target_wait_s, self._record_commit, self._record_end
         )
         self.routers.append(made)
         for target in self.targets:
@@ -349,10 +349,10 @@ class World:
             draft_tokens=self.config.speculation.draft_tokens,
         )
 
-    def _note_commit(self, tokens: int) -> None:
+    def _record_commit(self, tokens: int) -> None:
         self._commits.append(Commit(self.clock.now, tokens))
 
-    def _note_over(self, assignment: SimulatedAssignment) -> None:
+    def _record_end(self, assignment: SimulatedAssignment) -> None:
         self.over.append(assignment)
         self._follow_up()
 
@@ -371,10 +371,10 @@ class World:
     def _inject(self, fault: Fault) -> None:
         made: dict[Role, Sequence[Simulated]]
         made = {Role.ROUTER: self.routers, Role.DRAFTER: self.drafters, Role.TARGET: self.targets}
-        living = [one for one in made[fault.role] if one.process.alive]
-        if not living:
+        alive = [one for one in made[fault.role] if one.process.alive]
+        if not alive:
             return
-        victim = living[fault.index % len(living)]
+        victim = alive[fault.index % len(alive)]
         if fault.kind is Kind.HANGS:
             victim.process.hang(fault.seconds)
         elif fault.kind is Kind.STALLS:
@@ -400,11 +400,11 @@ class World:
         else:
             self.clock.after(fault.seconds, partial(self._add, fault.role))
 
-    def _replace_router(self, dead: SimulatedRouter) -> None:
+    def _replace_router(self, lost: SimulatedRouter) -> None:
         """Replaces a dead router; abandons its sessions, and directs new clients to the next router."""
-        self.routers.remove(dead)
+        self.routers.remove(lost)
         self._add_router()
-        self.abandoned += dead.assignments
+        self.abandoned += lost.assignments
         self._follow_up()
 
     # ------------------------------------------------------------ final checks and report

@@ -57,12 +57,12 @@ async def test_sessions_that_outlast_the_drain_end_with_an_error(router: Router,
     await asyncio.sleep(0)
     router.end_after(0)
     if goes_on:
-        router.go_on()
+        router.cancel_end()
         await asyncio.sleep(0)
         assert not router.has_ended
         router.check_room(1)
         router.drain(within_s=0)
-        router.go_on()  # too late; already draining
+        router.cancel_end()  # too late; already draining
     with pytest.raises(DrainingError, match="before the answer was complete"):
         await asyncio.wait_for(running, 10)
     assert router.has_ended

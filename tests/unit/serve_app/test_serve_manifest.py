@@ -11,7 +11,7 @@ from cluster.config import validated
 from cluster.errors import ConfigError
 from serve_app.cli.main import app
 from serve_app.operations.deploying import application_schema
-from serve_app.serve_manifest import whole_file
+from serve_app.serve_manifest import deploy_file
 
 CONFIG = """
 model: {target: owner/target}
@@ -50,4 +50,4 @@ def test_a_public_address_without_keys_is_refused(tmp_path: Path) -> None:
 def test_port_zero_is_refused() -> None:
     config = validated(yaml.safe_load(CONFIG.replace("8123", "0")))
     with pytest.raises(ConfigError, match=r"server\.port is 0"):
-        whole_file(config)
+        deploy_file(config)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cluster.errors import EngineError
-from serve_app.startup import started_within
+from serve_app.startup import with_start_timeout
 
 
 def a_start() -> asyncio.Future[str]:
@@ -15,16 +15,16 @@ def a_start() -> asyncio.Future[str]:
 async def test_a_timely_start_returns_its_result() -> None:
     starting = a_start()
     starting.set_result("an engine")
-    assert await started_within(60, "target.start_timeout_s", starting) == "an engine"
+    assert await with_start_timeout(60, "target.start_timeout_s", starting) == "an engine"
 
 
 async def test_a_hanging_start_fails_with_the_key_to_raise() -> None:
     with pytest.raises(EngineError, match=r"within 1e-09 s.*raise target\.start_timeout_s"):
-        await started_within(1e-9, "target.start_timeout_s", a_start())
+        await with_start_timeout(1e-9, "target.start_timeout_s", a_start())
 
 
 async def test_a_timeout_within_a_start_is_raised_unchanged() -> None:
     starting = a_start()
     starting.set_exception(TimeoutError("a download"))
     with pytest.raises(TimeoutError, match="a download"):
-        await started_within(60, "target.start_timeout_s", starting)
+        await with_start_timeout(60, "target.start_timeout_s", starting)

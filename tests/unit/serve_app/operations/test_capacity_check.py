@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cluster.config import SlipstreamConfig, validated
-from serve_app.operations.checks import Node, carries, misfits, needs, room
+from serve_app.operations.checks import Node, copies_that_fit, matches_selector, needs, unmet_needs
 
 GPUS = {"CPU": 8.0, "GPU": 4.0}
 
@@ -25,11 +25,11 @@ def on_gpus(draft: dict[str, Any] | None = None, **target: Any) -> SlipstreamCon
 
 def test_a_sufficient_cluster_has_no_misfit() -> None:
     nodes = [node("1", {"CPU": 2.0}), node("2", GPUS, pool="target")]
-    assert misfits(on_gpus(), nodes) == []
+    assert unmet_needs(on_gpus(), nodes) == []
 
 
 def test_an_unknown_label_is_named_with_the_existing_ones() -> None:
-    (line,) = misfits(on_gpus(), [node("1", GPUS, pool="draft"), node("2", GPUS)])
+    (line,) = unmet_needs(on_gpus(), [node("1", GPUS, pool="draft"), node("2", GPUS)])
     assert line.startswith("target.resources_per_rank.labels: a target replica needs a node with pool=target")
     assert "none of 2 nodes has them; existing labels: pool=draft;" in line
 
@@ -37,18 +37,18 @@ def test_an_unknown_label_is_named_with_the_existing_ones() -> None:
 def test_a_replica_too_large_for_any_node() -> None:
     """Four GPUs on two nodes cannot serve a replica that needs four on one node."""
     halves = {"CPU": 8.0, "GPU": 2.0}
-    (line,) = misfits(on_gpus(), [node("1", halves, pool="target"), node("2", halves, pool="target")])
+    (line,) = unmet_needs(on_gpus(), [node("1", halves, pool="target"), node("2", halves, pool="target")])
     assert "needs 4.1 CPU, 4 GPU on one node with pool=target, but no node has more than 2 GPU" in line
 
 
 def test_a_replica_whose_resources_are_split_between_nodes() -> None:
     nodes = [node("1", {"CPU": 1.0, "GPU": 8.0}, pool="target"), node("2", {"CPU": 64.0}, pool="target")]
-    (line,) = misfits(on_gpus(), nodes)
+    (line,) = unmet_needs(on_gpus(), nodes)
     assert "no node has all of them" in line
 
 
 def test_a_pool_with_room_for_too_few_replicas() -> None:
-    (line,) = misfits(
+    (line,) = unmet_needs(
         on_gpus(replicas={"min": 3, "max": 3}), [node("1", GPUS | {"CPU": 90.0, "GPU": 8}, pool="target")]
     )
     assert "3 times a target replica must always run, but 1 node has room for 2" in line
@@ -56,7 +56,7 @@ def test_a_pool_with_room_for_too_few_replicas() -> None:
 
 def test_pools_that_fit_alone_but_not_together() -> None:
     crowded = config(draft={"method": "ngram", "resources": {"num_cpus": 2}})
-    (line,) = misfits(crowded, [node("1", {"CPU": 3.0})])
+    (line,) = unmet_needs(crowded, [node("1", {"CPU": 3.0})])
     assert line == (
         "the pools at their minimum size need 3.2 CPU together, but 1 node has 3 CPU; add nodes or reserve less"
     )
@@ -64,14 +64,14 @@ def test_pools_that_fit_alone_but_not_together() -> None:
 
 def test_an_empty_draft_pool_must_have_room_for_its_first_drafter() -> None:
     draft = {"replicas": {"min": 0, "max": 2}, "resources": {"num_gpus": 1}}
-    (line,) = misfits(on_gpus(draft, resources_per_rank={}), [node("1", {"CPU": 8.0})])
+    (line,) = unmet_needs(on_gpus(draft, resources_per_rank={}), [node("1", {"CPU": 8.0})])
     assert line.startswith("draft.resources: a drafter needs")
 
 
 @pytest.mark.parametrize(("gpus", "fits"), [(0.25, 4), (0.3, 3), (1.0, 1)])
 def test_fractions_of_a_gpu_are_counted_without_rounding_errors(gpus: float, fits: int) -> None:
-    assert room({"GPU": 1.0}, {"GPU": gpus}) == fits
-    assert room({"CPU": 0.3}, {"CPU": 0.1}) == 3
+    assert copies_that_fit({"GPU": 1.0}, {"GPU": gpus}) == fits
+    assert copies_that_fit({"CPU": 0.3}, {"CPU": 0.1}) == 3
 
 
 def test_a_target_needs_all_ranks_and_its_coordinator() -> None:
@@ -85,5 +85,5 @@ def test_a_target_needs_all_ranks_and_its_coordinator() -> None:
     [("a", True), ("b", False), ("!b", True), ("!a", False), ("in(b, a)", True), ("!in(b,a)", False)],
 )
 def test_label_selectors_follow_ray(wanted: str, does: bool) -> None:
-    assert carries({"zone": "a"}, {"zone": wanted}) is does
-    assert carries({}, {"zone": wanted}) is wanted.startswith("!")
+    assert matches_selector({"zone": "a"}, {"zone": wanted}) is does
+    assert matches_selector({}, {"zone": wanted}) is wanted.startswith("!")

@@ -5,7 +5,7 @@ import pytest
 from cluster.config import AdminConfig, ServerConfig
 from cluster.config_sections import ApiKey
 from cluster.errors import ConfigError
-from serve_app.operations.checks import check_keys, for_this_machine
+from serve_app.operations.checks import check_keys, on_loopback
 from tests.asgi_front import config_of
 
 KEYS = {"ann": ApiKey(sha256="0" * 64)}
@@ -27,7 +27,7 @@ def test_a_loopback_address_needs_no_keys(host: str) -> None:
 
 
 def test_a_local_server_needs_no_keys() -> None:
-    config = for_this_machine(
+    config = on_loopback(
         config_of({"host": "0.0.0.0", "keys": {"ann": {"sha256": "0" * 64}}, "routers": 3, "admin": {"port": 9400}})
     )
     check_keys(config.server)

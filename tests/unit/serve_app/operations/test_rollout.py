@@ -23,7 +23,7 @@ def details(host: str, port: int, *proxies: str) -> dict[str, Any]:
 def test_an_any_address_lists_all_nodes_with_a_proxy() -> None:
     reached = endpoints(details("0.0.0.0", 80, "10.0.0.2", "10.0.0.1"), config(host="0.0.0.0", port=80))
     assert reached.urls == ("http://10.0.0.1:80", "http://10.0.0.2:80")
-    assert reached.differs is None
+    assert reached.difference is None
 
 
 def test_a_single_address_is_used_unchanged() -> None:
@@ -33,8 +33,8 @@ def test_a_single_address_is_used_unchanged() -> None:
 def test_a_running_serve_on_another_address_is_reported() -> None:
     reached = endpoints(details("127.0.0.1", 8000, "10.0.0.1"), config(port=9000))
     assert reached.urls == ("http://127.0.0.1:8000",)
-    assert reached.differs is not None
-    assert "running on 127.0.0.1:8000; to move it to 127.0.0.1:9000" in reached.differs
+    assert reached.difference is not None
+    assert "running on 127.0.0.1:8000; to move it to 127.0.0.1:9000" in reached.difference
 
 
 def test_a_public_address_without_keys_is_refused_before_connecting() -> None:

@@ -12,7 +12,15 @@ from cluster.config import SlipstreamConfig, validated
 from cluster.trust import PeerRole
 from serve_app.operations.checks import Node
 from serve_app.operations.deploying import RAY_DRAIN
-from tools.doctor.checks import ClockReading, ClusterFacts, ModelsNeeded, NodeFacts, ProbeCall, judge, models_needed
+from tools.doctor.checks import (
+    ClockReading,
+    ClusterFacts,
+    ModelsNeeded,
+    NodeFacts,
+    ProbeCall,
+    models_needed,
+    run_checks,
+)
 from tools.doctor.probe import pairs, ray_auth, ray_drain_s
 
 VERSIONS = {
@@ -44,7 +52,7 @@ def cluster(*nodes: NodeFacts, **differs: Any) -> ClusterFacts:
 
 
 def faults(facts: ClusterFacts, settings: SlipstreamConfig | None = None) -> dict[str, tuple[str, ...]]:
-    return {check.name: check.faults for check in judge(settings or config(), facts) if check.faults}
+    return {check.name: check.faults for check in run_checks(settings or config(), facts) if check.faults}
 
 
 def test_a_complete_cluster_has_no_fault() -> None:

@@ -23,7 +23,7 @@ from tools.planning.estimates import (
     best_in_process,
     candidates,
     cost_per_million,
-    plain_sessions,
+    non_speculative_sessions,
     steady_sessions,
 )
 from tools.planning.plan import InlineExecutor, ProgressExecutor, Recommendation, recommend, run_count
@@ -148,7 +148,7 @@ def test_more_concurrency_needs_a_longer_trial():
     """A step of n sessions takes 20 ms, plus n ms with one prompt token per decided token."""
     costs = COSTS.model_copy(update={"target": ForwardCost.linear(0.020, per_token_s=0.0005)})
     asked = replace(SMALL, costs=costs, prompt_tokens=32, new_tokens=32)
-    assert plain_sessions(asked, Poisson(500 / 32)) == pytest.approx(20.0, abs=0.01)
+    assert non_speculative_sessions(asked, Poisson(500 / 32)) == pytest.approx(20.0, abs=0.01)
     watched = [sessions_per_target(replace(asked, arrivals=Poisson(tokens / 32))) for tokens in (10, 500, 960, 2000)]
     assert watched == [64, 8 * 20, 1024, 8 * 32], "nearly idle, busy, with 480 at once, and more than it can do"
 

@@ -110,8 +110,8 @@ def test_a_prompt_that_is_too_long_is_refused(target: MeasuredTarget) -> None:
 # ---------------------------------------------------------------- metrics
 
 
-def a_place(coming: tuple[int, ...], chain: tuple[int, ...], tree: DraftTree = NO_TREE, room: int = 9) -> Replay:
-    return Replay(room, coming, DraftTree.chain(chain), tree, 0.5, 1.5)
+def a_place(next_tokens: tuple[int, ...], chain: tuple[int, ...], tree: DraftTree = NO_TREE, room: int = 9) -> Replay:
+    return Replay(room, next_tokens, DraftTree.chain(chain), tree, 0.5, 1.5)
 
 
 SIBLINGS = DraftTree((7, 1, 2, 9), (-1, -1, 1, -1))  # paths 7, 1 2 and 9
