@@ -69,7 +69,7 @@ def answered(front: Front) -> None:
     )
 
 
-def test_who_types_a_question_reads_the_answer_and_where_its_tokens_came_from(page: Any, front: Front) -> None:
+def test_chat_shows_the_answer_and_the_origin_of_its_tokens(page: Any, front: Front) -> None:
     answered(front)
     page.get_by_label("Prompt").fill("")
     page.get_by_label("Prompt").press_sequentially("What now?")
@@ -85,7 +85,7 @@ def test_who_types_a_question_reads_the_answer_and_where_its_tokens_came_from(pa
     assert "user:What now?;" in front.codec.detokenizer().preview(generation.prompt)
 
 
-def test_what_was_rejected_is_shown_to_a_pointer(page: Any, front: Front) -> None:
+def test_rejected_tokens_are_shown_on_hover(page: Any, front: Front) -> None:
     answered(front)
     page.get_by_role("button", name="Ask").click()
     page.locator("#answer .replaced").first.hover()
@@ -123,20 +123,20 @@ def test_an_answer_can_be_stopped(page: Any, front: Front) -> None:
     assert not front.generator.running, "the session goes on though nobody reads its answer"
 
 
-def test_an_answer_that_breaks_off_says_why(page: Any, front: Front) -> None:
+def test_a_broken_answer_states_the_cause(page: Any, front: Front) -> None:
     front.plays([front.emit("begun"), TargetLostError("the target replica failed 3 times")])
     page.get_by_role("button", name="Ask").click()
     page.get_by_text("Failed: the target replica failed 3 times").wait_for()
     assert page.locator("#answer").text_content() == "begun"
 
 
-def test_a_fault_of_the_request_is_told_in_the_servers_words(page: Any, front: Front) -> None:
+def test_request_errors_show_the_servers_message(page: Any, front: Front) -> None:
     page.get_by_label("Maximum tokens").fill("4096")
     page.get_by_role("button", name="Ask").click()
     page.get_by_text("Failed: max_tokens is 4096").wait_for()
 
 
-def test_the_pools_are_told(page: Any) -> None:
+def test_the_page_shows_both_pools(page: Any) -> None:
     page.locator("#busy", has_text="50 %").wait_for()
     assert page.locator("#model").text_content() == "toy"
     assert page.locator("#accepted").text_content() == "75 %"
@@ -148,7 +148,7 @@ def test_the_pools_are_told(page: Any) -> None:
     assert page.get_by_role("img", name="target 1: verify 33 % of the time").locator("rect").count() == 20
 
 
-def test_a_key_is_asked_for_and_used_for_all_that_follows(page: Any, front: Front) -> None:
+def test_a_prompted_key_is_used_for_later_requests(page: Any, front: Front) -> None:
     front.doorkeeper.key = "right"
     page.get_by_role("dialog").wait_for()
     page.locator("#key").fill("wrong")

@@ -109,7 +109,7 @@ def test_the_doctor_finds_nothing_wrong_and_leaves_nothing(cluster: Cluster, con
         assert ray.util.list_named_actors(all_namespaces=True) == []
 
 
-def test_the_doctor_names_what_is_wrong_on_which_node(cluster: Cluster, config_file: Path) -> None:
+def test_the_doctor_names_faults_by_node(cluster: Cluster, config_file: Path) -> None:
     """The faults are missing models, an occupied HTTP port, a pool without capacity, and a truncated drain."""
     port = load_config(config_file).server.port
     wrong = ("model.target=/no/such/folder", "target.tensor_parallel=3", "target.drain_s=40")
@@ -132,7 +132,7 @@ def test_nodes_call_each_other_with_the_credentials_of_replicas(cluster: Cluster
     assert all("trust.token_file: cannot read" in fault for fault in checks["gRPC"].faults)
 
 
-def test_what_no_node_can_hold_is_refused_before_anything_starts(cluster: Cluster, config_file: Path) -> None:
+def test_an_unschedulable_configuration_is_refused_before_startup(cluster: Cluster, config_file: Path) -> None:
     refused = slipstream(cluster, "up", config_file, "--set", "draft.resources.labels={pool: drafts}")
     assert refused.returncode == 2
     assert "a drafter needs a node with pool=drafts, but none of 3 nodes has them" in refused.stderr

@@ -81,7 +81,7 @@ def test_bounds_and_delays_replace_nobody(
     assert not counted, "no session is moved"
 
 
-def test_a_pool_that_grows_keeps_those_that_are_there(
+def test_a_growing_pool_keeps_its_replicas(
     served: Served, undisturbed: list[str], redeploy: Callable[..., None]
 ) -> None:
     before = processes(served)

@@ -180,7 +180,7 @@ async def test_greedy_text_equals_plain_generate(served: Served, reference: Refe
     print(f"\naccepted {[each.accepted for each in rounds]} of {[each.drafted for each in rounds]}")
 
 
-async def test_a_seed_gives_one_text_whatever_drafts(served: Served, server: tuple[str, int], plainly: Plainly) -> None:
+async def test_a_seed_fixes_the_text_for_any_drafts(served: Served, server: tuple[str, int], plainly: Plainly) -> None:
     options = {"temperature": 0.7, "seed": SEED}
     without = await asked(served, [*PROMPTS], len(PROMPTS), NONE, max_tokens=ANSWER, **options)
     assert without.drafted == 0

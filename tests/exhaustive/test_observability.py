@@ -88,7 +88,7 @@ def test_metrics_and_page_are_at_the_operators_address_alone(served: Served, ope
         assert httpx.get(f"{url}/health", trust_env=False).json()["status"] == "ok"
 
 
-def test_any_router_tells_the_metrics_of_all_processes(served: Served, operators: str) -> None:
+def test_every_router_serves_the_metrics_of_all_processes(served: Served, operators: str) -> None:
     for _ in range(4):  # reaches both routers
         found = samples(f"{operators}/metrics")
         assert {one.labels["deployment"] for one in found} == {"Router", "Target", "Drafter"}

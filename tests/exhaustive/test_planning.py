@@ -35,7 +35,7 @@ from tools.simulation.config import Mode
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 
 
-def test_with_a_drafter_of_its_own_a_target_gains_as_far_as_the_formula_says():
+def test_a_target_with_its_own_drafter_gains_as_predicted():
     found = limits(replace(SMALL, new_tokens=192), LOCK_STEP, 1, InlineExecutor())
     costs = RoundCosts(non_speculative_s=0.020, verify_s=0.020, draft_s=0.004, hop_s=0.0003)
     assert found.acceptance is not None
@@ -43,7 +43,7 @@ def test_with_a_drafter_of_its_own_a_target_gains_as_far_as_the_formula_says():
     assert found.draft_s == pytest.approx(break_even_draft_s((1 - 0.9**5) / 0.1, costs), rel=0.05)
 
 
-def test_where_targets_share_a_drafter_the_gain_ends_earlier():
+def test_a_shared_drafter_lowers_the_maximum_gain():
     """Four targets keep the drafter busy for longer than a target step, so a round takes almost four passes."""
     costs = COSTS.model_copy(update={"draft": DraftCost(forward=ForwardCost.linear(0.001, per_row_s=0.0005))})
     inputs = replace(SMALL, costs=costs, arrivals=ClosedLoop(4), ratios=((4, 1),))
@@ -63,7 +63,7 @@ def test_where_targets_share_a_drafter_the_gain_ends_earlier():
     assert (found["candidate"]["targets"], found["candidate"]["mode"], found["at_once"]) == (4, "lock-step", 4)
 
 
-def test_processes_come_to_the_same_advice():
+def test_parallel_processes_give_the_same_advice():
     assert recommend(SMALL) == _in_processes()
 
 
@@ -84,7 +84,7 @@ def test_under_a_given_rate_latency_decides():
     assert recommendation.in_process.latency_s < recommendation.plain.latency_s
 
 
-def test_what_does_not_keep_up_has_no_latency_to_show():
+def test_an_overloaded_candidate_shows_no_latency():
     inputs = replace(SMALL, arrivals=Poisson(1.0))
     recommendation = recommend(inputs, whole=True)
     plain = replace(recommendation.plain, keeps_up=False)
@@ -98,7 +98,7 @@ def test_what_does_not_keep_up_has_no_latency_to_show():
     assert labels.isdisjoint({"lock-step", "plain"})
 
 
-def test_a_rate_that_nothing_keeps_up_with_is_said_to_be_too_high():
+def test_an_unsustainable_rate_is_reported():
     recommendation = recommend(TOO_MUCH)
     assert not any(one.keeps_up for one in (*recommendation.results, recommendation.in_process))
     assert recommendation.best.tokens_per_s >= 0.98 * max(one.tokens_per_s for one in recommendation.results), (
@@ -115,7 +115,7 @@ def test_a_rate_that_nothing_keeps_up_with_is_said_to_be_too_high():
 
 
 @pytest.mark.parametrize("arrivals", [ClosedLoop(2), Poisson(1.0)])
-def test_what_loses_in_short_runs_is_not_tried_in_whole_ones_and_the_advice_is_the_same(arrivals):
+def test_losers_of_short_runs_skip_full_runs_without_changing_the_advice(arrivals):
     inputs = replace(SMALL, arrivals=arrivals, draft_lengths=(1, 4))
     pool = Noted()
     recommendation = recommend(inputs, pool)
@@ -126,7 +126,7 @@ def test_what_loses_in_short_runs_is_not_tried_in_whole_ones_and_the_advice_is_t
     assert {fleet.draft_tokens for fleet in pool.whole} == {0, 4}
 
 
-def test_where_none_of_the_best_in_short_runs_keeps_up_all_are_tried():
+def test_if_no_leader_of_short_runs_keeps_up_all_candidates_get_full_runs():
     assert len(recommend(TOO_MUCH).results) == len(list(candidates(TOO_MUCH)))
 
 

@@ -25,7 +25,7 @@ def served(records: Path) -> Iterator[Served]:
         yield served
 
 
-def test_all_that_honest_targets_served_is_decided_again_and_equal(served: Served, records: Path) -> None:
+def test_audits_confirm_everything_honest_targets_served(served: Served, records: Path) -> None:
     """Another replica verifies greedy and sampled answers; a rare near-tie in float32 is not a fault."""
     for index in range(REQUESTS):
         sampling = {"temperature": 0.8, "top_p": 0.9, "seed": index} if index % 2 else {"temperature": 0.0}

@@ -64,7 +64,7 @@ def is_turned_away(client: OpenAI) -> bool:
     return False
 
 
-def test_the_stream_that_runs_is_finished_and_new_requests_are_not_taken(config_file: Path) -> None:
+def test_running_streams_finish_and_new_requests_are_refused(config_file: Path) -> None:
     with serving_process(config_file) as (process, client), ThreadPoolExecutor(1) as beside:
         stream = client.completions.create(
             model=MODEL,

@@ -36,7 +36,7 @@ LIBRARIES: dict[str, Callable[[torch.device], AttentionBackend]] = {
 
 @pytest.mark.parametrize("name", LIBRARIES)
 @torch.inference_mode()
-def test_each_library_that_is_there_attends_as_gathering_does(name, device):
+def test_each_installed_library_attends_as_gathering_does(name, device):
     try:
         backend = LIBRARIES[name](device)
     except BACKEND_ERRORS as error:
@@ -48,7 +48,7 @@ def test_each_library_that_is_there_attends_as_gathering_does(name, device):
         torch.testing.assert_close(trial.attend(backend, window), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_choice_is_made_and_says_what_was_tried(device):
+def test_the_selection_reports_all_trials(device):
     backend, report = choose_attention(SHAPE, device)
     assert report.chosen == backend.name
     assert [tried.name for tried in report.tried] == ["gathered", "flashinfer", "flex", "varlen"]
@@ -110,7 +110,7 @@ def some_blocks() -> list[PendingBlock]:
     ]
 
 
-def test_decisions_are_those_of_a_cpu(device):
+def test_decisions_equal_those_of_a_cpu(device):
     blocks = some_blocks()
     logits = 3 * torch.randn(3 * len(blocks), 50_000, generator=torch.Generator().manual_seed(1))
     logits[:, :10] += 8

@@ -410,7 +410,7 @@ async def test_a_stranger_without_assignment_token_is_ignored():
         assert target.scheduler.refusals.counts["an Attach to a session that it was not assigned"] == 3
 
 
-async def test_early_blocks_do_not_displace_another_drafters(caplog):
+async def test_early_blocks_do_not_evict_another_drafters(caplog):
     """A stranger guesses names of future sessions; the target limits its early blocks and logs them once."""
     async with cluster(lock_step=True) as c, greeted(c, VERIFY) as verify:
         (target,) = c.targets.values()

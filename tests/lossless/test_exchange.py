@@ -67,7 +67,7 @@ def test_under_rejection_sampling_the_distribution_is_the_targets(variant: str, 
     assert sum(session.counts.drafted for session in world.sessions.values()) > small.SESSIONS / 5
 
 
-def test_probabilities_of_other_weights_than_the_tokens_would_show() -> None:
+def test_probabilities_from_other_weights_change_the_distribution() -> None:
     """The test mixes two versions in a block: the tokens of one, and the probabilities of the other."""
     probs = torch.softmax(VERSIONS[1], dim=-1)
 

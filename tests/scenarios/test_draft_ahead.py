@@ -253,7 +253,7 @@ def test_requests_carry_the_least_useful_acceptance_probability():
 
 
 @pytest.mark.parametrize(("shapes", "suffix"), [({Shape.CHAIN}, ""), (set(Shape), " shape=tree")])
-def test_requests_ask_only_for_shapes_that_the_method_can_make(shapes, suffix):
+def test_requests_name_only_shapes_that_the_method_supports(shapes, suffix):
     Drafter(draft_ahead=True, shapes=frozenset(shapes)).run(f"""
         router#1: Open s 1,2 max_len=90 -> t1 <- Attach s 1,2
         t1: DraftRequest s 1,2 shape=tree

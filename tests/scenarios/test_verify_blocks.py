@@ -279,7 +279,7 @@ def test_under_rejection_sampling_the_first_arrival_for_a_prefix_stays():
     ],
     ids=["coupled", "greedy"],
 )
-def test_elsewhere_a_later_block_replaces_an_earlier_one_unless_they_are_equal(transcript):
+def test_without_rejection_sampling_a_later_different_block_replaces_an_earlier_one(transcript):
     Target().run(transcript)
 
 

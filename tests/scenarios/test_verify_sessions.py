@@ -318,7 +318,7 @@ def test_a_queued_session_can_be_attached_closed_and_replaced():
     """)
 
 
-def test_the_drafter_of_a_queued_session_is_asked_for_its_first_block():
+def test_a_queued_session_requests_its_first_block():
     """The drafter has therefore read the prompt when the session is admitted."""
     Target(max_sessions=1, asked=3).run("""
         router#1: Open a 1,2
@@ -358,7 +358,7 @@ def test_requests_that_exceed_the_queue_or_a_limit_are_refused():
 # ---------------------------------------------------------------- routers
 
 
-def test_a_router_that_is_gone_frees_its_sessions_and_no_others():
+def test_a_lost_router_frees_only_its_sessions():
     Target(max_sessions=2).run("""
         router#1: Open a 1,2
         other#2: Open b 1,2

@@ -28,7 +28,7 @@ def core(tiny_llama: Path) -> Iterator[object]:
 
 
 @pytest.mark.parametrize("kind", ["none", "right", "wrong", "random", "variable", "mixed"])
-def test_texts_are_the_own_engines_whatever_blocks_come(
+def test_texts_equal_the_own_engines_for_any_blocks(
     core: object, whole: dict[str, list[int]], own_lives: dict[str, Life], kind: str
 ) -> None:
     target = on_vllm(core)

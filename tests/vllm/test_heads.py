@@ -180,7 +180,7 @@ async def extra_results(router: Router, name: str, text: Text) -> list[int]:
     return tokens
 
 
-async def test_prompts_and_what_is_decoded_reach_the_head_on_streams_of_their_own(
+async def test_prompt_and_decode_states_use_separate_streams(
     core: object, asked: SlipstreamConfig, tiny_llama: Path, texts: dict[str, Text]
 ) -> None:
     """The sessions are a chunked prompt, a prompt in vLLM's cache, and two other texts."""

@@ -55,7 +55,7 @@ def test_both_engines_serve_and_greedy_text_equals_generate(served: Served, refe
 
 
 @pytest.mark.parametrize("lost", ENGINES)
-def test_the_streams_of_either_engine_go_on_with_the_other(served: Served, reference: Reference, lost: str) -> None:
+def test_streams_of_either_engine_continue_on_the_other(served: Served, reference: Reference, lost: str) -> None:
     """One replica is killed after all streams have started; the other takes over its streams."""
     prompts = bench_prompts()[:AT_ONCE]
     before = _handed_over(served)

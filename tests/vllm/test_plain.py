@@ -9,7 +9,7 @@ NEW_TOKENS = 40
 GREEDY = ("greedy", "greedy_penalised", "repetitive")  # greedy, so independent of sampling noise
 
 
-def test_plain_vllm_says_the_same(tiny_llama: Path, whole: dict[str, list[int]]) -> None:
+def test_plain_vllm_gives_the_same_text(tiny_llama: Path, whole: dict[str, list[int]]) -> None:
     """`test_core` compares `whole` with a vLLM target for every kind of block."""
     from vllm import LLM, SamplingParams
 

@@ -93,7 +93,7 @@ def test_greedy_text_equals_plain_generate_with_drafts(served: Served, reference
     assert sum(replica["accepted_tokens"] for replica in served.inspect("Target")) > 0
 
 
-def test_structured_output_keeps_to_its_schema_and_scores_are_told(served: Served) -> None:
+def test_structured_output_follows_its_schema_and_scores_are_returned(served: Served) -> None:
     properties = {"city": {"type": "string"}}
     schema = {"type": "object", "properties": properties, "required": ["city"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
@@ -111,7 +111,7 @@ def test_structured_output_keeps_to_its_schema_and_scores_are_told(served: Serve
     assert all(place.logprob <= 0 and len(place.top_logprobs) == 2 for place in extra_results.content or ())
 
 
-def test_what_vllm_cannot_tell_is_refused_by_name(served: Served) -> None:
+def test_results_that_vllm_cannot_return_are_refused_by_name(served: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
         ask(served, "Say yes.", extra_body={"prompt_logprobs": 1})
 

@@ -74,7 +74,7 @@ def _open_all(target: ScriptedTarget) -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "mixed"])
-def test_what_lies_in_pages_is_of_the_text(
+def test_cached_pages_match_the_text(
     core: object, whole: dict[str, list[int]], states: dict[str, Tensor], kind: str
 ) -> None:
     target = on_vllm(core)
@@ -100,7 +100,7 @@ def test_what_lies_in_pages_is_of_the_text(
 
 
 @pytest.mark.skipif(IS_ASKED_FOR, reason="this is the second one")
-def test_the_first_runner_tells_none_and_says_so(tiny_llama: Path) -> None:
+def test_the_first_runner_is_refused_for_lack_of_states(tiny_llama: Path) -> None:
     from actors.vllm_engine.core import start_core
 
     with pytest.raises(ModelError, match="first model runner does not report"):

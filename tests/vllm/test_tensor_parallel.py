@@ -8,7 +8,7 @@ from tests.vllm.cases import assert_scored_alike, config, on_vllm, open_all
 from tests.vllm.scripted import VOCABULARY, Life, Scripts
 
 
-def test_two_ranks_say_what_the_own_engine_says(
+def test_two_vllm_ranks_agree_with_the_own_engine(
     tiny_llama: Path, whole: dict[str, list[int]], own_lives: dict[str, Life], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from actors.vllm_engine.core import start_core

@@ -42,7 +42,7 @@ def test_mutated_frames_cost_nobody_else_anything(frames: dict[type, str], servi
 
 
 @SERVICES
-def test_what_mutations_are_made_of_is_taken_too(frames: dict[type, str], service: Callable[[Sequence[Sent]], None]):
+def test_unmutated_seed_messages_are_accepted(frames: dict[type, str], service: Callable[[Sequence[Sent]], None]):
     """The unmutated frames are valid, separately and in sequence, so mutated frames reach the services' logic."""
     everything = [Sent(frame, data) for frame in frames for data in SENSIBLE[frame]]
     with unlogged():

@@ -135,7 +135,7 @@ def a_target(clock: Clock, step_timeout_s: float, step_cost: ForwardCost | None 
 
 
 @pytest.mark.parametrize("cost_s", [None, 0.001, STEP_S, 100.0])
-async def test_a_step_has_a_multiple_of_what_steps_were_measured_to_take(cost_s: float | None) -> None:
+async def test_a_steps_limit_is_a_multiple_of_its_expected_duration(cost_s: float | None) -> None:
     step_cost = None if cost_s is None else ForwardCost.linear(cost_s)
     limit_s = TimeoutPolicy().limit_s(cost_s)
     clock = Clock()
@@ -164,7 +164,7 @@ async def test_a_step_that_hangs_ends_the_replica() -> None:
     assert replica.failure is not None
 
 
-async def test_a_target_that_may_take_no_time_to_leave_gives_back_what_it_has() -> None:
+async def test_a_target_without_drain_time_returns_its_sessions_at_once() -> None:
     replica, engine = a_target(Clock(), 60.0)
     stream, outbox = replica.router_up(Hello("router", "v", "m"))
     loop = asyncio.create_task(replica.run())

@@ -74,7 +74,7 @@ def test_lengths_of_commit_subjects(tmp_path: Path):
     assert sorted(code_figures.Tree(tmp_path).subject_lengths("HEAD~2")) == [4, 16]
 
 
-def test_this_tree_can_be_measured():
+def test_the_working_tree_can_be_measured():
     shown = code_figures.Tree(ROOT).figures()
     assert int(shown["lines of code"]) == sum(int(shown[f"lines in {name}"]) for name in code_figures.PACKAGES)
     assert 0 < int(shown["modules on the request path"]) < int(shown["modules"])

@@ -7,7 +7,7 @@ from tests.unit.benchmarks.scripts import script
 CPU = torch.device("cpu")
 
 
-def test_the_engines_steps_are_measured():
+def test_engine_steps_are_measured():
     gpu_engine = script("gpu_engine")
     steps, report = gpu_engine.measure("tiny", 20, 2, CPU, 1e9)
     assert [(step.rows, step.tokens_each) for step in steps] == [(1, 1), (8, 1), (32, 1), (1, 5), (8, 5), (32, 5)]
@@ -15,7 +15,7 @@ def test_the_engines_steps_are_measured():
     assert report.chosen == "gathered"
 
 
-def test_a_random_pair_agrees_as_often_as_asked():
+def test_a_random_pair_has_the_requested_agreement():
     pair = script("random_pair")
     target = pair.random_model(pair.config_of("tiny", 500, 4), CPU)
     found = pair.disturb(target, 0.7)

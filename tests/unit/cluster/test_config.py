@@ -74,7 +74,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("override", "named"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_refused_by_name(tmp_path, override, named):
+def test_invalid_values_are_refused_by_name(tmp_path, override, named):
     with pytest.raises(ConfigError) as error:
         load_config(written(tmp_path, SMALLEST), [override])
     assert named in str(error.value)
@@ -120,7 +120,7 @@ def test_a_config_cannot_be_changed_afterwards():
         ({"models": {}}, "models: unknown key; did you mean model? expected one of model, target, draft,"),
     ],
 )
-def test_an_unknown_key_is_told_which_ones_there_are(section, expected):
+def test_an_unknown_key_is_refused_with_the_known_ones(section, expected):
     with pytest.raises(ConfigError, match=re.escape(expected)):
         validated(section)
 
@@ -137,7 +137,7 @@ def sections_of(model: type[BaseModel], path: tuple[str, ...] = ()) -> list[tupl
 
 
 @pytest.mark.parametrize("path", sections_of(SlipstreamConfig), ids=".".join)
-def test_an_unknown_key_is_told_so_in_every_section(path):
+def test_unknown_keys_are_reported_in_every_section(path):
     data: dict[str, object] = {"zzz": 1}
     for name in reversed(path):
         data = {name: data}
@@ -198,14 +198,14 @@ def test_a_key_of_an_earlier_release_is_refused_with_what_became_of_it(tmp_path,
 
 
 @pytest.mark.parametrize("fate", [fate for fate in MOVED_KEYS.values() if fate.startswith("is draft")])
-def test_what_a_key_is_said_to_be_now_exists(fate):
+def test_renamed_keys_point_to_existing_keys(fate):
     part = SlipstreamConfig
     for name in fate.split()[1].split("."):
         assert name in part.model_fields
         part = part.model_fields[name].annotation
 
 
-def test_the_example_to_copy_is_right() -> None:
+def test_the_example_configuration_is_valid() -> None:
     assert load_config(Path(__file__).parents[3] / "examples" / "llama.yaml").target.tensor_parallel == 4
 
 
@@ -216,12 +216,12 @@ def test_layers_to_draft_with_are_a_number_or_ids(layers, ids):
 
 
 @pytest.mark.parametrize("layers", [0, [], [-1, 2], [2, 1], [1, 1]], ids=str)
-def test_layers_that_cannot_be_are_refused(layers):
+def test_impossible_layers_are_refused(layers):
     with pytest.raises(ConfigError, match=r"draft\.layer_skip"):
         validated(SMALLEST | {"draft": {"method": "layer_skip", "layer_skip": {"layers": layers}}})
 
 
-def test_each_method_says_whether_it_takes_a_model():
+def test_each_method_declares_whether_it_needs_a_model():
     with pytest.raises(ConfigError, match="layer_skip uses no model"):
         validated(SMALLEST | {"draft": {"method": "layer_skip", "model": "org/draft"}})
     with pytest.raises(ConfigError, match="hybrid needs a model"):
@@ -247,7 +247,7 @@ def test_the_draft_pool_may_be_empty_and_the_target_pool_may_not() -> None:
     ],
     ids=["more than there are places", "coupled and by need", "bounds"],
 )
-def test_a_pool_that_cannot_scale_so_is_refused(draft: dict[str, object], why: str) -> None:
+def test_an_invalid_scaling_is_refused(draft: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         validated({"model": {"target": "t"}, "draft": {"method": "suffix", **draft}})
 
@@ -275,7 +275,7 @@ LEARNING = {"folder": "learning"}
         ({"method": "eagle", "learning": LEARNING | {"replay": "general.jsonl"}}, "replay needs the target's states"),
     ],
 )
-def test_a_draft_that_cannot_learn_so_is_refused(draft, why):
+def test_an_unlearnable_draft_is_refused(draft, why):
     with pytest.raises(ValueError, match=why):
         DraftPool.model_validate({"model": "head"} | draft)
     for method in ("eagle", "medusa", "mlp_speculator"):

@@ -36,7 +36,7 @@ MAX_LOSS = 0.03
         (Consent.OPTED_IN, "true", False, False),
     ],
 )
-def test_consent(consent, choice, key_contributes, expected):
+def test_learning_consent(consent, choice, key_contributes, expected):
     assert may_learn(consent, choice, key_contributes) is expected
 
 

@@ -35,6 +35,6 @@ def test_further_tokens_count_from_their_forward() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 6))
-def test_a_head_that_predicts_what_the_draft_would_changes_nothing(agreements: list[bool], draft_tokens: int) -> None:
+def test_a_head_that_agrees_with_the_draft_changes_nothing(agreements: list[bool], draft_tokens: int) -> None:
     further = [[*agreements[distance:], *[False] * distance][: len(agreements)] for distance in (1, 2)]
     assert score(agreements, draft_tokens, further) == score(agreements, draft_tokens)

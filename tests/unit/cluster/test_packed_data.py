@@ -52,7 +52,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
-def test_anything_else_is_refused(data: bytes) -> None:
+def test_other_values_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"packed data|Answer"):
         unpacked(data, SHAPE)
 
@@ -65,7 +65,7 @@ def test_a_pickle_is_refused_and_not_run(pack: Callable[[object], bytes], tmp_pa
     assert not path.exists()
 
 
-def test_what_is_huge_once_it_is_decompressed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = Answer("a" * 1000, [])
     monkeypatch.setattr(telemetry, "MAX_UNPACKED_BYTES", 100)
     with pytest.raises(ValueError, match="exceeds the limit of 100 bytes"):

@@ -73,7 +73,7 @@ def test_a_pool_of_fixed_size_reports_too():
 
 
 @pytest.mark.parametrize(("asked", "aim"), [(None, 8), (6.0, 6)], ids=["half of max_sessions", "configured"])
-def test_the_sessions_aimed_at_per_target_replica(asked: float | None, aim: float):
+def test_desired_sessions_per_target_replica(asked: float | None, aim: float):
     pool = TargetPool(max_sessions=16, replicas=TargetReplicas(sessions_per_replica=asked))
     settings = scaling_settings(pool, DraftPool(method="suffix"))["target"]
     assert (settings["sessions_per_replica"], settings["max_sessions"]) == (aim, 16)

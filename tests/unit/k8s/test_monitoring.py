@@ -122,7 +122,7 @@ def known() -> dict[str, set[str]]:
     return {name: set(SERVE_LABELS) for name in serve_metrics()} | published()
 
 
-def test_there_are_queries() -> None:
+def test_alerts_and_queries_exist() -> None:
     assert len(alerts()) >= 5
     assert len(list(queries())) > 30
 

@@ -43,7 +43,7 @@ def test_a_tree_is_followed_along_tokens_as_far_as_it_has_them():
     assert TREE.along(()) == ()
 
 
-def test_what_comes_after_decided_tokens_is_a_tree_of_its_own():
+def test_the_rest_after_decided_tokens_is_a_tree():
     assert TREE.after((5,)) == DraftTree((6, 2), (-1, -1))
     assert TREE.after((3,)) == DraftTree((6,), (-1,))
     assert TREE.after((3, 6)) == NO_TREE
@@ -51,7 +51,7 @@ def test_what_comes_after_decided_tokens_is_a_tree_of_its_own():
     assert TREE.after(()) == TREE
 
 
-def test_the_main_path_is_the_chain_that_a_tree_begins_with_and_children_stand_beside_each_other():
+def test_the_main_path_comes_first_and_siblings_share_a_parent():
     assert TREE.main_path == (5, 6)
     assert DraftTree.chain((5, 6)).main_path == (5, 6)
     assert NO_TREE.main_path == ()
@@ -82,7 +82,7 @@ def test_the_first_nodes_of_a_tree_are_a_tree(tree, count):
 
 
 @given(trees(VOCABULARY), st.lists(st.integers(0, VOCABULARY - 1), max_size=3).map(tuple))
-def test_what_is_left_after_decided_tokens_is_all_that_began_with_them(tree, decided):
+def test_the_rest_of_a_tree_keeps_all_paths_with_the_decided_prefix(tree, decided):
     left = tree.after(decided)
     assert is_sound(left)
     assert {decided + text for text in texts(left)} == {

@@ -30,7 +30,7 @@ def names_in_descriptor() -> list[str]:
     return names + [call.name for service in file.services_by_name.values() for call in service.methods]
 
 
-def test_everything_in_the_proto_is_commented():
+def test_every_proto_field_has_a_comment():
     found = list(declared())
     assert sorted(name for name, _ in found) == sorted(names_in_descriptor()), (
         "this test does not see every declaration"

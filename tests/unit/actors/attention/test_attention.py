@@ -200,7 +200,7 @@ def test_a_mask_is_made_once_for_all_layers_and_not_at_all_where_everything_is_s
     assert single.mask(0, 2, 5) is not None
 
 
-def test_what_flex_reads_behind_a_rows_end_is_nought_and_nothing_else_is_touched():
+def test_flex_zeroes_slots_beyond_row_ends_and_nothing_else():
     """The kernel multiplies masked values by 0, and 0 times NaN is NaN."""
     cache = a_cache(pages=6)
     query, new = random_input(7, 3 + 4)

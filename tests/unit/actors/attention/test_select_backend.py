@@ -126,7 +126,7 @@ def test_a_backend_that_is_wrong_about_trees_serves_without_them():
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "varlen"])
-def test_the_trial_finds_documented_kernels_right_and_which_of_them_take_trees(name):
+def test_the_trial_accepts_correct_kernels_and_detects_tree_support(name):
     """Other memory contains NaN during the trial."""
     backend = {"flashinfer": lambda: FlashInfer(FLASHINFER, CPU), "varlen": lambda: Varlen(varlen)}[name]
     _, report = fastest({name: backend}, Trial(SHAPE, CPU), 1e-4, getting_faster())
@@ -134,7 +134,7 @@ def test_the_trial_finds_documented_kernels_right_and_which_of_them_take_trees(n
     assert (report.chosen, report.takes_trees) == (name, name == "flashinfer")
 
 
-def test_the_trial_notices_a_window_that_is_one_too_long():
+def test_the_trial_detects_a_window_that_is_one_too_long():
     def wide(*arguments, window_size, **more):
         left, right = window_size
         return varlen(*arguments, window_size=(left + 1 if left >= 0 else left, right), **more)
@@ -168,7 +168,7 @@ def test_kernels_for_trees_are_built_only_where_trees_are_taken(trees):
     assert any(row.parents for row in planned) == trees
 
 
-def test_on_a_cpu_there_is_nothing_to_choose():
+def test_a_cpu_has_a_single_backend():
     backend, report = choose_attention(SHAPE, CPU)
     assert type(backend) is SdpaGather
     assert report == AttentionReport("gathered")
@@ -191,7 +191,7 @@ def steps_of_a_server() -> list[list[InputRow]]:
     return [*alone, blocks, trees, blocks + trees, [*blocks, prompts[3]], [*trees, prompts[4]], [*prompts, *blocks]]
 
 
-def test_what_flex_builds_is_built_before_anything_is_served(monkeypatch):
+def test_flex_kernels_are_compiled_before_serving(monkeypatch):
     """A kernel takes seconds to build, which would delay all sessions of a replica."""
     torch.compiler.reset()
     monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
@@ -222,7 +222,7 @@ def test_gathered_on_a_gpu_is_a_fallback_that_names_what_is_missing():
     )
 
 
-def test_where_there_was_no_choice_or_a_better_one_nothing_is_a_fallback():
+def test_a_backend_is_no_fallback_without_a_rejected_alternative():
     assert not AttentionReport("gathered").is_fallback, "on a CPU"
     assert not AttentionReport("flex", (TriedBackend("gathered", 3.0), TriedBackend("flex", 1.0))).is_fallback
 

@@ -77,7 +77,7 @@ def test_the_leader_broadcasts_to_the_others(tmp_path):
         assert found.tolist() == [0, 7]
 
 
-def test_alone_there_is_nobody_to_speak_to():
+def test_a_single_rank_communicates_with_no_one():
     tensor = torch.tensor([1.0, 2.0])
     SingleRank().all_reduce(tensor)
     SingleRank().broadcast(tensor)

@@ -34,7 +34,7 @@ def test_whole_pages_are_copied_in_all_layers_and_nothing_else_is_touched():
     cache.copy([])
 
 
-def test_places_are_moved_all_at_once_in_all_layers():
+def test_slots_move_together_in_all_layers():
     """A path's nodes move to consecutive slots, some of which other nodes occupied."""
     cache = a_cache(pages=3)
     layers = [cache.layer(index, 1, 2) for index in range(2)]
@@ -49,7 +49,7 @@ def test_places_are_moved_all_at_once_in_all_layers():
     cache.move([])
 
 
-def test_parts_come_back_as_they_were_given_empty_ones_too():
+def test_parts_round_trip_including_empty_ones():
     parts = [[3, 1], [], range(5, 8), (-1,)]
     assert [part.tolist() for part in to_device(parts, CPU)] == [[3, 1], [], [5, 6, 7], [-1]]
 
@@ -59,7 +59,7 @@ def test_all_parts_are_one_piece_of_memory():
     assert second.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
 
 
-def test_numbers_are_exact_in_the_type_asked_for():
+def test_numbers_are_exact_in_the_requested_type():
     (integers,) = to_device([[2**63 - 1, -(2**63)]], CPU)
     assert integers.tolist() == [2**63 - 1, -(2**63)]
     (fractions,) = to_device([[0.1, 1e-300]], CPU, torch.float64)

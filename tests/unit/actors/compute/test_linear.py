@@ -32,7 +32,7 @@ def weights(dtype: torch.dtype, with_bias: bool) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
-def test_a_packed_product_is_the_plain_one(rows, with_bias, dtype, tolerance):
+def test_a_packed_product_equals_the_plain_one(rows, with_bias, dtype, tolerance):
     weight, bias = weights(dtype, with_bias)
     packed = projection(weight, bias)
     assert isinstance(packed, PackedProjection)
@@ -47,7 +47,7 @@ def test_a_packed_product_is_the_plain_one(rows, with_bias, dtype, tolerance):
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
-def test_what_cannot_be_packed_is_multiplied_plainly(with_bias):
+def test_unpackable_weights_use_the_plain_product(with_bias):
     weight = torch.randn(24, 16, dtype=torch.float64)
     bias = torch.randn(24, dtype=torch.float64) if with_bias else None
     plain = projection(weight, bias)
@@ -60,7 +60,7 @@ def test_what_cannot_be_packed_is_multiplied_plainly(with_bias):
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("rows", [1, 2, 9])
-def test_a_product_in_eight_bits_is_off_by_their_rounding(rows, with_bias):
+def test_an_8_bit_product_differs_only_by_rounding(rows, with_bias):
     """Each factor's error is at most half a step: 1/254 of its row's maximum, or 1/127 with 7 bits."""
     if not can_round(torch.device("cpu")):
         pytest.skip("this build of torch has no products in 8 bits")

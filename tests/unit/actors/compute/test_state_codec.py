@@ -49,7 +49,7 @@ def test_each_token_has_a_scale_of_its_own():
     assert bool(alone.any())
 
 
-def test_a_row_of_noughts_stays_one():
+def test_a_zero_row_stays_zero():
     assert not there_and_back(torch.zeros(2, WIDTH), StateDtype.FLOAT8).any()
 
 
@@ -63,7 +63,7 @@ def test_bytes_are_little_endian_with_the_scale_last():
 
 
 @pytest.mark.parametrize("dtype", StateDtype)
-def test_whatever_bytes_come_decode_to_finite_numbers(dtype):
+def test_arbitrary_bytes_decode_to_finite_numbers(dtype):
     layout = StatesFormat(WIDTH, dtype)
     for fill in range(256):
         assert bool(torch.isfinite(decode_rows(bytes([fill]) * (2 * layout.row_bytes), layout)).all())

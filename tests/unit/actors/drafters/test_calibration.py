@@ -37,7 +37,7 @@ def fitted(error: float) -> Calibration:
 
 
 @pytest.mark.parametrize("error", [1.5, 4.0])
-def test_chances_are_as_often_right_as_they_say(error):
+def test_chances_are_calibrated(error):
     """The limit is five standard errors over 2000 positions, or one false alarm in a million; the seed is fixed."""
     calibration = fitted(error)
     rng = np.random.default_rng(4)
@@ -53,7 +53,7 @@ def test_chances_are_as_often_right_as_they_say(error):
     assert np.mean(right) == pytest.approx(np.mean(claimed), abs=bound + 0.02)
 
 
-def test_the_worse_the_draft_the_less_it_is_believed():
+def test_poor_drafts_get_lower_confidence():
     rng = np.random.default_rng(7)
     candidates = [some_candidates(rng) for _ in range(200)]
     surest = [
@@ -75,7 +75,7 @@ def test_greedy_requests_have_no_noise_to_learn_of():
     assert np.array_equal(calibration.chances(greedy, candidates), calibration.chances(greedy, other))
 
 
-def test_only_places_that_the_text_has_reached_teach_anything():
+def test_only_reached_positions_are_learned_from():
     rng = np.random.default_rng(2)
     candidates = some_candidates(rng)
     calibration = Calibration()

@@ -58,7 +58,7 @@ AT_BLOCK = (Choices((5, 1), (0.7, 0.3)), Choices((6, 2, 3), (0.5, 0.4, 0.1)))
 AT_END = Choices((7, 8), (0.9, 0.1))
 
 
-def test_outcomes_are_every_place_to_stop_at_with_every_other_choice():
+def test_outcomes_are_all_rejections_and_continuations():
     found = rejections(DraftTree.chain((5, 6)), AT_BLOCK)
     assert [outcome for outcome, _ in found] == [(1,), (5, 2), (5, 3)]
     assert [chance for _, chance in found] == pytest.approx([0.3, 0.28, 0.07])
@@ -69,12 +69,12 @@ def test_outcomes_are_every_place_to_stop_at_with_every_other_choice():
     assert [chance for _, chance in found] == pytest.approx([0.315, 0.035])
 
 
-def test_of_a_block_of_unknown_origin_only_what_follows_it_is_guessed():
+def test_only_the_continuation_of_a_foreign_block_is_guessed():
     assert rejections(DraftTree.chain((5, 6)), ()) == []
     assert accepted_chance((5, 6), ()) == 1.0
 
 
-def test_behind_a_token_that_was_not_among_the_choices_nothing_is_likely():
+def test_nothing_is_likely_after_a_token_outside_the_choices():
     known = (Choices((1,), (0.6,)), AT_BLOCK[1])
     assert rejections(DraftTree.chain((5, 6)), known) == [((1,), 0.6), ((5, 2), 0.0), ((5, 3), 0.0)]
     assert accepted_chance((5, 6), known) == 0.0
@@ -148,7 +148,7 @@ def test_a_block_that_this_model_did_not_draft_is_read_and_guessed_on_from(accep
     assert len(runner.fed[0]) == 1 < len(runner.fed[1])
 
 
-def test_of_a_block_whose_end_is_anothers_the_beginning_is_known_and_the_rest_is_read():
+def test_only_the_foreign_end_of_a_block_is_read():
     """The test simulates a merge; the other method's tokens keep their probabilities."""
     runner = SpyRunner()
     method = a_method(runner)
@@ -166,7 +166,7 @@ def test_of_a_block_whose_end_is_anothers_the_beginning_is_known_and_the_rest_is
     assert (own.tokens[0], own.tokens[1]) in outcomes, "the model's own token comes if the other's is rejected"
 
 
-def test_a_block_of_which_the_model_could_only_read_the_end_is_guessed_on_from_there():
+def test_a_block_is_extended_from_the_readable_end():
     """The earlier tokens are cached, but their logits are gone."""
     method = a_method(PrefixRunner())
     block_of(method, a_want((*PREFIX, 3), 1))
@@ -191,7 +191,7 @@ def test_branches_are_fed_only_what_is_new(acceptance, sampling):
 
 
 @RULES
-def test_outcomes_that_are_known_do_not_wait_for_the_end_of_the_block_to_be_read(acceptance, sampling):
+def test_known_outcomes_do_not_wait_for_reading_the_block(acceptance, sampling):
     runner = PrefixRunner(scale=1.0)
     want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
     _, guesses = drafted_ahead(a_method(runner), want, after_checks(1))
@@ -202,7 +202,7 @@ def test_outcomes_that_are_known_do_not_wait_for_the_end_of_the_block_to_be_read
 
 
 @RULES
-def test_after_hit_upon_hit_nothing_was_fed_twice(acceptance, sampling):
+def test_consecutive_hits_feed_no_token_twice(acceptance, sampling):
     """The right branch continues, and lookahead drafting continues from it."""
     runner = PrefixRunner(scale=1.0)
     method = a_method(runner)
@@ -360,7 +360,7 @@ def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
 
 
 @SAMPLINGS
-def test_what_follows_a_token_beside_the_first_is_guessed_and_right(sampling):
+def test_continuations_of_siblings_are_guessed_correctly(sampling):
     """No outcome assumes its rejection. Tokens equal those of an undisturbed model, and every read page is checked."""
     seen = 0
     for prefix in PREFIXES:

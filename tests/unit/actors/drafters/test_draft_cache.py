@@ -54,7 +54,7 @@ def test_a_session_resumes_where_it_agrees_and_the_last_token_is_always_fed():
         assert desk.feed(branch, *tokens[cached:])
 
 
-def test_a_text_that_begins_in_its_middle_takes_places_from_there_on():
+def test_a_text_with_late_states_uses_positions_from_their_start():
     """This also holds after eviction; the text's first token is not fed."""
     cache = DraftCache(8, PAGE_SIZE, unfed=1)
     tokens = [9, 9, 9, 1, 2, 3, 4]
@@ -75,7 +75,7 @@ def test_a_text_that_begins_in_its_middle_takes_places_from_there_on():
     assert cache.is_idle
 
 
-def test_the_branch_that_guessed_best_goes_on_and_the_others_give_their_pages_back():
+def test_the_best_branch_continues_and_the_others_free_their_pages():
     desk = Desk(pages=4)
     root = desk.opened("s", (1, 2, 3, 4, 5, 6))
     right = desk.cache.fork(root, 6)
@@ -122,7 +122,7 @@ def test_published_pages_serve_sessions_that_begin_alike_even_when_their_owner_i
     assert desk.cache.resume("v", tokens[: 2 * PAGE_SIZE]).tokens == list(tokens[:PAGE_SIZE]), "one token must be fed"
 
 
-def test_what_is_not_cached_is_not_published():
+def test_uncached_tokens_are_not_published():
     """A block may end before all of its session's decided tokens are fed."""
     desk = Desk()
     branch = desk.opened("s", tuple(range(6)))
@@ -144,7 +144,7 @@ def test_closing_forgets_all_branches_and_ignores_the_unknown():
 
 
 @given(st.data())
-def test_every_branch_reads_its_own_tokens_whatever_is_done(data):
+def test_branches_read_only_their_own_tokens(data):
     """Passes over some of the sessions, whose pages must stay; others are evicted from a pool so small.
 
     `Desk` reads every branch at every feed.
@@ -187,7 +187,7 @@ def rows(*values: float) -> Tensor:
 # ---------------------------------------------------------------- one session's rows
 
 
-def test_rows_are_found_by_position_in_whatever_order_they_came() -> None:
+def test_rows_are_found_by_position_in_any_order() -> None:
     known = SessionStates()
     assert (known.missing_from(0), known.missing_from(5), 0 in known) == (0, 5, False)
     known.put(3, rows(3, 4))
@@ -264,7 +264,7 @@ def drafted(desk: FedDesk) -> CacheBranch:
     return branch
 
 
-def test_what_was_recycled_is_fed_again_when_the_true_states_are_there(desk: FedDesk) -> None:
+def test_recycled_states_are_replaced_once_true_states_arrive(desk: FedDesk) -> None:
     branch = drafted(desk)
     desk.feed.rewind(desk.cache, branch)
     assert len(branch.tokens) == 7, "nothing is better known yet"
@@ -275,7 +275,7 @@ def test_what_was_recycled_is_fed_again_when_the_true_states_are_there(desk: Fed
     assert (branch.exact, sorted(branch.predicted)) == (7, [7, 8]), "what true states replaced is forgotten"
 
 
-def test_a_true_state_after_a_recycled_one_makes_nothing_exact(desk: FedDesk) -> None:
+def test_a_true_state_after_a_recycled_one_is_not_exact(desk: FedDesk) -> None:
     branch = drafted(desk)
     desk.feed.put("s", 6, rows(6))
     assert desk.read(branch, [17], rows(7.5)) == [6]
@@ -290,14 +290,14 @@ def test_a_branch_that_was_cut_is_exact_no_further(desk: FedDesk) -> None:
     assert (branch.exact, forked.exact) == (3, 2)
 
 
-def test_a_fork_goes_on_with_what_its_parent_predicted_and_changes_nothing_of_it(desk: FedDesk) -> None:
+def test_a_fork_continues_its_parents_predictions_without_changing_them(desk: FedDesk) -> None:
     branch = drafted(desk)
     forked = desk.cache.fork(branch, 6)
     assert desk.read(forked, [20], rows(6.25)) == [5.5]
     assert (float(forked.predicted[7]), float(branch.predicted[7])) == (6.25, 6.5)
 
 
-def test_what_was_predicted_of_another_text_is_forgotten(desk: FedDesk) -> None:
+def test_predictions_for_another_text_are_dropped(desk: FedDesk) -> None:
     """Only the state before the first differing token was predicted from the new text."""
     branch = drafted(desk)
     resumed = desk.cache.resume("s", [*range(10, 15), 20, 21, 22])

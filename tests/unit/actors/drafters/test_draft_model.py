@@ -271,7 +271,7 @@ def test_a_block_ends_where_its_logits_are_not_finite(acceptance, sampling):
 
 
 @SAMPLINGS
-def test_a_tree_goes_on_from_tokens_beside_its_main_path_as_the_model_would(sampling):
+def test_a_tree_continues_siblings_as_the_model_would(sampling):
     """A node's children include the model's top token; branches share the forward passes of a chain."""
     deep = 0
     for seed in range(12):

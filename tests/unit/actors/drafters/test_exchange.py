@@ -141,7 +141,7 @@ def exchanging(load: Callable[[Path], DraftWeights]) -> DraftModel:
     return DraftModel(SpyRunner(), IDS, DraftCache(64, PAGE_SIZE), DraftingLimits(4), load=load)
 
 
-def test_prepared_weights_take_over_when_they_are_told_to() -> None:
+def test_prepared_weights_take_over_on_request() -> None:
     method = exchanging(lambda folder: other_weights())
     (before,) = propose(method, [a_want((1,))], never)
     exchange = method.prepare_weights(Path("0001"))

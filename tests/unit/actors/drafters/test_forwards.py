@@ -134,7 +134,7 @@ def a_model(tied: bool) -> LlamaForCausalLM:
 
 @pytest.mark.parametrize("tied", [True, False])
 @torch.inference_mode()
-def test_the_logits_of_what_is_kept_stay_the_same_in_the_order_of_the_ids(tied: bool) -> None:
+def test_a_reduced_head_keeps_the_logits_in_id_order(tied: bool) -> None:
     model = a_model(tied)
     ids = torch.tensor([1, 4, 9])
     tokens = torch.tensor([[5, 15, 2]])

@@ -84,7 +84,7 @@ def test_it_drafts_the_model_s_likeliest_tokens(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("with_head", [False, True], ids=["model", "with head"])
-def test_in_eight_bits_it_drafts_the_same_where_nothing_is_near(folder: Path, with_head: bool) -> None:
+def test_in_8_bits_it_drafts_the_same_without_near_ties(folder: Path, with_head: bool) -> None:
     """Large random logits differ by far more than the rounding error."""
     if with_head:
         add_head(folder)

@@ -436,7 +436,7 @@ def test_blocks_ahead_are_for_possible_verdicts_and_right(kind: Kind, acceptance
 
 
 @pytest.mark.parametrize("changes", [{}, EXACT], ids=["greedy", "rejection"])
-def test_after_a_right_guess_nothing_is_left_of_how_it_was_made(kind: Kind, changes: dict[str, Any]) -> None:
+def test_a_confirmed_guess_leaves_no_trace(kind: Kind, changes: dict[str, Any]) -> None:
     """This holds once the states of its tokens have arrived."""
     want = a_want(kind.text, 3, **changes)
     drafter = Drafter(kind).open(want)
@@ -563,7 +563,7 @@ def test_states_of_a_session_that_is_not_open_are_ignored(kind: Kind) -> None:
 @of(*READERS)
 @pytest.mark.parametrize("changes", [{}, EXACT], ids=["greedy", "rejection"])
 @pytest.mark.parametrize("shape", Shape)
-def test_states_that_are_not_finite_bring_nothing(kind: Kind, changes: dict[str, Any], shape: Shape) -> None:
+def test_nonfinite_states_propose_nothing(kind: Kind, changes: dict[str, Any], shape: Shape) -> None:
     want = a_want(kind.text, 3, shape=shape, **changes)
     drafter = Drafter(kind)
     drafter.method.open(replace(want.open, tokens=want.tokens))

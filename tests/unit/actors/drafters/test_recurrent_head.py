@@ -63,7 +63,7 @@ def head_in(folder: Path, model: PreTrainedModel) -> RecurrentHead | None:
 
 
 @torch.inference_mode()
-def test_each_state_is_made_of_the_one_before_and_of_the_token_that_was_taken(tmp_path: Path) -> None:
+def test_each_state_depends_on_the_previous_state_and_token(tmp_path: Path) -> None:
     """The test compares with the formula over transformers' hidden states, also after rows were removed."""
     weights = some_weights()
     model = a_model()
@@ -191,7 +191,7 @@ def firsts(guesses: Sequence[Proposal], count: int) -> dict[tuple[int, ...], tup
     return {guess.outcome: guess.tokens[:count] for guess in guesses}
 
 
-def test_while_there_is_time_forwards_replace_what_the_head_predicted():
+def test_forwards_replace_head_predictions_while_time_permits():
     """Each forward pass replaces one token per block, so an interruption leaves whole blocks, better if later."""
     want = a_want((1, 2))
     own = propose(a_method(SpyRunner()), [ahead(want)])
@@ -235,7 +235,7 @@ def test_the_head_predicts_blocks_for_all_outcomes_before_the_model_does(alone):
         assert replace(guess, outcome=()) == by_model(want.after(*guess.outcome, max_tokens=alone))
 
 
-def test_of_many_outcomes_the_likeliest_are_served():
+def test_the_likeliest_outcomes_are_served_first():
     """The limit on outcomes is independent of the number of sessions."""
     counts = []
     for sessions in (4, 8):
@@ -303,7 +303,7 @@ def test_after_a_verdict_that_was_not_foreseen_the_head_makes_a_block_without_a_
     assert runner.read[-1] == (*later.tokens, *block.tokens), "the forward that was saved is made up for"
 
 
-def test_what_was_not_read_in_time_is_read_after_the_verdict():
+def test_an_unread_block_is_read_after_the_verdict():
     runner = SpyRunner()
     want = a_want((1, 2))
     method = with_head(runner)
@@ -327,7 +327,7 @@ def test_a_forward_is_made_where_one_session_needs_it(rule):
     assert not any(block.is_at_once for block in blocks)
 
 
-def test_what_was_read_is_of_no_use_where_the_same_block_is_wanted_again():
+def test_reading_a_block_does_not_help_to_draft_it_again():
     """The test simulates a broken stream; no token has been committed since."""
     want = a_want((1, 2))
     method = with_head(SpyRunner(), Mistaken())

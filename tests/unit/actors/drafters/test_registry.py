@@ -87,7 +87,7 @@ def test_a_method_that_reads_states_names_them_and_projects_them_at_the_target()
 
 
 @pytest.mark.usefixtures("reader")
-def test_or_leaves_the_projection_to_the_drafter() -> None:
+def test_without_a_target_projection_the_drafter_projects() -> None:
     draft = DraftPool(method="ngram", states=StatesOptions(project="drafter"))
     spec = capture_spec(draft, TARGET, "float32")
     assert spec.format == states_format(draft, TARGET) == StatesFormat(24, StateDtype.BFLOAT16)

@@ -93,7 +93,7 @@ def test_a_prompt_in_chunks_beside_another_session(captured):
     captured.check(b, B)
 
 
-def test_what_was_rolled_back_is_overwritten(captured):
+def test_rolled_back_slots_are_overwritten(captured):
     right = tokens_of(3, 12)
     captured.runner.forward([row(A, right[:7] + tokens_of(4, 5), 0, 6)])
     captured.runner.forward([row(A, right[7:], 7, 1)])
@@ -158,7 +158,7 @@ def test_a_projection_of_another_width_is_a_fault_that_shows_at_once():
 
 
 @pytest.mark.parametrize("layers", [(4,), (-1, 2), (2, 1), (1, 1), ()])
-def test_layers_that_the_model_has_not_got_are_refused(layers):
+def test_layers_missing_from_the_model_are_refused(layers):
     """A wrong layer would run but lose almost all acceptance."""
     capture = StateCapture(CaptureSpec(layers, StatesFormat(HIDDEN, StateDtype.BFLOAT16)), PAGES, PAGE_SIZE, CPU)
     model: PreTrainedModel = MODELS["llama"]()
@@ -172,7 +172,7 @@ def test_states_are_counted_into_the_size_of_a_page():
     assert state_bytes(None, page_size=16) == 0
 
 
-def test_a_step_returns_what_is_wanted_of_each_row_along_its_path_and_pages_are_read_without_one():
+def test_a_step_returns_requested_states_along_the_path_and_pages_are_readable_without_one():
     """The cases include rows without wanted states."""
     found = Captured("llama")
     executor = StepExecutor(found.runner, VOCABULARY)
@@ -221,7 +221,7 @@ def test_the_leading_rank_of_several_captures_whole_streams_and_the_others_none(
     close_to(decode_rows(leading, layout), torch.cat([expected[1][0], expected[2][0]], dim=-1))
 
 
-def test_where_none_are_kept_there_are_those_of_the_latest_forward_and_a_page_is_no_larger():
+def test_without_stored_states_only_the_latest_forward_is_readable_and_pages_stay_small():
     spec = CaptureSpec(LAYERS, StatesFormat(len(LAYERS) * HIDDEN, StateDtype.BFLOAT16), is_kept=False)
     assert state_bytes(spec, page_size=16) == 0
     found = Captured("llama", spec)

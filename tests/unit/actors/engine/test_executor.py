@@ -93,7 +93,7 @@ def test_a_tree_is_fed_with_its_parents_and_decided_along_the_target_s_path():
     assert runner.fed[-1] == [InputRow((4, *tree.tokens), 2, 6, (0,), parents=tree.parents)]
 
 
-def test_penalties_go_by_the_path_that_stood_and_not_by_what_lay_beside_it():
+def test_penalties_follow_the_accepted_path_not_its_siblings():
     """The next step's penalties use the accepted tokens, which were not fed consecutively."""
     sampling = Sampling(temperature=0.0, presence_penalty=2.0)
     executor = an_executor()
@@ -224,7 +224,7 @@ def expected_score(after: int, token: int) -> float:
     return float(torch.log_softmax(torch.eye(VOCABULARY)[NEXT[after]], dim=-1)[token])
 
 
-def test_what_is_decided_is_scored_where_it_stands_in_the_tree():
+def test_decided_tokens_are_scored_at_their_tree_nodes():
     right = NEXT[4]
     wrong = (right + 1) % VOCABULARY
     tree = DraftTree((wrong, right, NEXT[right], 6), (-1, -1, 1, 1))
@@ -243,7 +243,7 @@ def test_what_is_decided_is_scored_where_it_stands_in_the_tree():
     assert [len(score.top_ids) for score in (*scored.scores, *other.scores)] == [2, 2, 2, 0]
 
 
-def test_scores_are_of_the_logits_as_they_are_whatever_rules_made_of_them():
+def test_scores_use_the_logits_before_rules():
     request = an_open("s", tokens=(4,), scoring=Scoring(1), rules=TokenRules(logit_bias=((NEXT[4], -100.0),)))
     (outcome,) = an_executor().step(StepPlan((), (request,), (a_row("s", (4,), 0),)))
     assert outcome.next_token != NEXT[4]
@@ -341,17 +341,17 @@ async def stands_still(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return stops
 
 
-async def test_what_is_done_in_time_is() -> None:
+async def test_work_within_the_limit_finishes() -> None:
     assert await finishes_within(1e6, asyncio.ensure_future(asyncio.sleep(0)))
 
 
-async def test_what_is_never_done_is_given_up() -> None:
+async def test_endless_work_times_out() -> None:
     work = asyncio.get_running_loop().create_future()
     assert not await finishes_within(0.0, work)
     assert not work.cancelled(), "whose it is may cancel it"
 
 
-async def test_what_comes_soon_after_a_stop_has_come_in_time(stands_still: list[float]) -> None:
+async def test_work_finished_soon_after_a_suspension_is_in_time(stands_still: list[float]) -> None:
     async def answer() -> None:
         stands_still.append(1e6)
         for _ in range(10):  # until the waiter reads the clock
@@ -360,7 +360,7 @@ async def test_what_comes_soon_after_a_stop_has_come_in_time(stands_still: list[
     assert await finishes_within(10.0, asyncio.ensure_future(answer()))
 
 
-async def test_what_hangs_is_given_up_after_its_limit(stands_still: list[float]) -> None:
+async def test_a_hanging_task_times_out(stands_still: list[float]) -> None:
     work = asyncio.get_running_loop().create_future()
     waiting = asyncio.ensure_future(finishes_within(100.0, work))
     while not waiting.done():

@@ -58,7 +58,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, total: int, ours: int) -> 
     [(1.0, 800, 200, 720), (0.25, 800, 200, 45), (0.25, 30, 200, 27), (0.5, 800, 0, 450)],
     ids=["alone", "a quarter", "a quarter that others have taken from", "a half without a model"],
 )
-def test_who_shares_a_gpu_leaves_the_others_their_part(monkeypatch, share, free, ours, room):
+def test_a_process_leaves_the_gpu_share_of_others(monkeypatch, share, free, ours, room):
     """A process takes nine tenths of its remaining share of 1000 bytes, or of free memory if less."""
     device = a_gpu(monkeypatch, free, 1000, ours)
     cache = CacheConfig(page_size=1)

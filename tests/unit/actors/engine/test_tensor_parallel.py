@@ -48,7 +48,7 @@ moved = st.lists(st.builds(SlotMove, ids, ids), max_size=4)
 
 
 @given(st.lists(rows, max_size=5), copied, moved, st.integers(0, 9))
-def test_a_step_survives_the_round_trip_whatever_follows_it(step, copies, moves, padding):
+def test_a_step_round_trips_before_padding(step, copies, moves, padding):
     tensor = to_tensor(step, copies, moves)
     assert tensor.dtype is torch.int32
     assert int(tensor[0]) == len(tensor)
@@ -110,7 +110,7 @@ async def test_a_rank_that_just_ends_is_an_error(ranks: list[asyncio.Future[None
         await raise_when_any_ends(ranks)
 
 
-async def test_what_is_done_while_all_ranks_run_is_given(ranks: list[asyncio.Future[None]]) -> None:
+async def test_a_result_is_returned_while_all_ranks_run(ranks: list[asyncio.Future[None]]) -> None:
     async def measure() -> str:
         await asyncio.sleep(0)
         return "measured"
@@ -119,7 +119,7 @@ async def test_what_is_done_while_all_ranks_run_is_given(ranks: list[asyncio.Fut
     assert await or_rank_failure(measure(), []) == "measured"
 
 
-async def test_nobody_waits_for_a_rank_that_waits_for_one_that_died(ranks: list[asyncio.Future[None]]) -> None:
+async def test_a_rank_blocked_on_a_dead_one_does_not_block_the_group(ranks: list[asyncio.Future[None]]) -> None:
     for_ever: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     ranks[0].set_exception(RayError("killed"))
     async with asyncio.timeout(10):
@@ -127,7 +127,7 @@ async def test_nobody_waits_for_a_rank_that_waits_for_one_that_died(ranks: list[
             await or_rank_failure(for_ever, ranks)
 
 
-async def test_what_fails_while_ranks_run_raises_as_it_does(ranks: list[asyncio.Future[None]]) -> None:
+async def test_a_failure_while_ranks_run_is_raised_unchanged(ranks: list[asyncio.Future[None]]) -> None:
     failing: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     failing.set_exception(MemoryError("too large"))
     with pytest.raises(MemoryError, match="too large"):

@@ -56,7 +56,7 @@ async def test_a_session_comes_to_its_target_when_its_grammar_is_compiled():
     assert target.gate.is_empty
 
 
-async def test_all_else_passes_at_once():
+async def test_sessions_without_grammars_pass_at_once():
     target = Target()
     for message in (opened(), Hello("r", "v", "t"), Close("s", 1)):
         assert not target.gate.intercept("r", message)
@@ -86,7 +86,7 @@ async def test_a_session_that_is_closed_or_whose_stream_broke_meanwhile_never_co
     assert target.admitted == []
 
 
-async def test_of_two_attempts_the_later_one_counts_whichever_comes_first():
+async def test_the_later_of_two_attempts_counts_in_any_order():
     target = Target()
     later = replace(REQUEST, attempt=2)
     assert target.gate.intercept("r", REQUEST)
@@ -176,7 +176,7 @@ async def test_a_router_claims_no_session_of_another():
     assert target.admitted == [("r#1", REQUEST)]
 
 
-async def test_as_many_are_held_as_may_be_queued():
+async def test_held_sessions_are_limited_by_the_queue():
     target = Target()
     for name in ("a", "b", "c"):
         assert target.gate.intercept("r", replace(REQUEST, session=name))

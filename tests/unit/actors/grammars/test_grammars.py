@@ -29,7 +29,7 @@ def test_a_grammar_is_compiled_once_and_each_text_follows_it_from_its_beginning(
     assert compiler.begin(AB) is compiler.begin(AB)
 
 
-def test_those_used_last_are_kept():
+def test_the_most_recently_used_are_kept():
     compiler = GrammarCompiler(small_vocabulary(), max_cached=2)
     kept = compiler.begin(AB)
     lost = compiler.begin(LLMatcher.grammar_from_regex("a"))
@@ -57,7 +57,7 @@ def test_those_used_last_are_kept():
         pytest.param("no grammar at all", "", id="not of the notation"),
     ],
 )
-def test_what_cannot_be_kept_to_is_refused_each_time(grammar, why):
+def test_an_unsatisfiable_grammar_is_refused_each_time(grammar, why):
     compiler = GrammarCompiler(small_vocabulary())
     for _ in range(2):
         with pytest.raises(GrammarError) as caught:
@@ -120,13 +120,13 @@ def test_masks_are_what_trying_every_word_gives_along_a_text_and_every_path_of_a
     assert broken > 100, "hardly a path broke the grammar: this showed little"
 
 
-def test_a_path_that_goes_past_the_end_breaks_the_grammar_and_no_other_path():
+def test_a_path_past_the_end_breaks_the_grammar_only_for_itself():
     paths = paths_of(DraftTree((0, END, 0, 1), (-1, 0, 1, 0)))
     found = grammar("a(b|)").masks(paths)
     assert [tokens_in(mask) for mask in found] == [{0, 3}, {1, END}, None, None, {END}]
 
 
-def test_a_text_that_broke_its_grammar_is_free():
+def test_a_text_that_broke_its_grammar_is_unconstrained():
     followed = grammar("ab")
     followed.advance([2])
     assert followed.masks([(), (0,)]) == [None, None]
@@ -175,7 +175,7 @@ def test_a_session_that_is_opened_in_the_middle_follows_what_was_generated():
     assert left(chain.apply(LOGITS[:1], [()])[0]) == {1, 2, 6, END}
 
 
-def test_where_other_rules_leave_nothing_the_grammar_decides():
+def test_the_grammar_decides_if_other_rules_exclude_every_token():
     rules = TokenRules(allowed=(1,))
     chain = chain_of(
         opened(grammar=LLMatcher.grammar_from_regex("a|c"), rules=rules), (*PROCESSOR_FACTORIES, COMPILER.masking)

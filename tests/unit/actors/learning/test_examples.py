@@ -59,7 +59,7 @@ def test_examples_come_back_by_target_and_in_order(store):
     assert store.size("target", after=first).examples == 2
 
 
-def test_a_near_duplicate_of_an_answer_counts_once_whatever_its_prompt(store):
+def test_near_duplicate_answers_count_once_for_any_prompt(store):
     original = an_example(1)
     changed = list(original.answer)
     changed[0] += 1

@@ -172,7 +172,7 @@ async def test_a_version_that_cannot_be_used_is_refused_once(
     assert world.used == [3]
 
 
-async def test_whatever_fails_while_loading_the_drafter_goes_on(world: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_drafter_continues_after_any_load_failure(world: World, caplog: pytest.LogCaptureFixture) -> None:
     version = world.add()
     (world.versions.folder_of(version) / "weights").unlink()
     await world.check()

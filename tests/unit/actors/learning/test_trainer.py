@@ -326,7 +326,7 @@ def test_a_killed_trainer_is_continued_by_the_next_one(options, draft, caplog):
     assert files(options) == files(alone), "nothing of the killed trainer is left"
 
 
-def test_of_two_trainers_one_waits(options, draft, caplog):
+def test_the_second_of_two_trainers_waits(options, draft, caplog):
     keep(options, walks(150))
     second = trainer(options, draft)
 
@@ -376,7 +376,7 @@ def test_no_version_learns_from_examples_that_were_forgotten_meanwhile(options, 
     assert manifest.examples <= len(kept)
 
 
-def test_what_is_promoted_is_a_whole_private_draft(options, draft):
+def test_a_promoted_version_is_complete_and_private(options, draft):
     keep(options, walks(150))
     assert trainer(options, draft).look() is not None
     folder = VersionFolder(Path(options.folder)).folder_of(1)

@@ -217,7 +217,7 @@ def test_a_state_that_does_not_fit_is_not_used(case: str, start: Path, tmp_path:
     assert steps[0] == 1
 
 
-def test_the_state_is_private(start: Path, tmp_path: Path) -> None:
+def test_the_training_state_is_private(start: Path, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         trained(start, tmp_path / "out", some_examples(4), ALWAYS, state=tmp_path / "state", progress=kill_at(3))
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700

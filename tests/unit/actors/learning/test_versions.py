@@ -114,7 +114,7 @@ def test_a_rollback_skips_ancestors_that_were_rolled_back_or_are_gone(tmp_path: 
     assert folder.rollback() == 0
 
 
-def test_observers_of_one_bad_version_roll_back_once(tmp_path: Path) -> None:
+def test_concurrent_observers_roll_back_a_bad_version_once(tmp_path: Path) -> None:
     folder = VersionFolder(tmp_path)
     add(folder)
     add(folder, parent=1)

@@ -186,7 +186,7 @@ def test_a_tensor_that_the_model_has_no_place_for_is_refused(tmp_path, name, rem
         ("model.layers.0.attn.masked_bias", (), {}),
     ],
 )
-def test_what_follows_from_the_config_or_drafts_alone_may_be_stored_too(tmp_path, name, shape, config):
+def test_derivable_and_draft_only_tensors_may_be_stored(tmp_path, name, shape, config):
     """Such tensors are not loaded, on one rank or several."""
     expected = load_model(a_llama(tmp_path), "float32", CPU)
     changed(configured(tmp_path, **config), lambda tensors: tensors.update({name: torch.zeros(shape)}))
@@ -378,12 +378,12 @@ def test_padding_on_either_side_is_harmless():
 
 
 @pytest.mark.parametrize("draft", [{0: "<eos>", 1: "b", 2: "a"}, {7: "x"}, {}], ids=["swapped", "disjoint", "empty"])
-def test_a_draft_that_means_other_tokens_is_refused(draft):
+def test_a_draft_with_another_vocabulary_is_refused(draft):
     with pytest.raises(ModelError, match="do not share a vocabulary"):
         check_same_vocabulary(TOKENS, draft)
 
 
-def test_the_refusal_shows_what_differs():
+def test_the_refusal_names_the_difference():
     with pytest.raises(ModelError, match=r"2 ids mean different tokens.*1: 'a' / 'b'"):
         check_same_vocabulary(TOKENS, {0: "<eos>", 1: "b", 2: "a"})
 
@@ -501,7 +501,7 @@ def test_weights_read_directly_are_what_transformers_reads(tmp_path, kind, tied,
 
 
 @pytest.mark.parametrize("kept", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_of_tied_weights_either_may_be_the_one_that_is_stored(tmp_path, kept):
+def test_either_of_two_tied_weights_may_be_stored(tmp_path, kept):
     expected = LlamaForCausalLM(a_config(tie_word_embeddings=True))
     expected.save_pretrained(tmp_path)
     tensors = {
@@ -635,7 +635,7 @@ def test_layers_of_the_target_are_fetched_without_the_others(hub: Hub) -> None:
     assert hub.fetched == {"layer0", "layer3", "embedding", "head", "norm"}
 
 
-def test_what_was_fetched_is_what_a_whole_checkpoint_has(hub: Hub) -> None:
+def test_partially_fetched_layers_equal_those_of_the_whole_checkpoint(hub: Hub) -> None:
     layers = (1, 2)
     found = load_layers(folder_with(ID, layer_names(layers)), layers, "float32", torch.device("cpu"))
     whole = load_layers(TARGET, layers, "float32", torch.device("cpu"))

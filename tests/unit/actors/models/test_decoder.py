@@ -57,7 +57,7 @@ UNLIKE: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_what_differs_in_any_way_is_left_to_the_models_own_code(name):
+def test_unsupported_variants_fall_back_to_the_models_own_code(name):
     model = UNLIKE[name]()
     assert not is_llama_kind(model)
     assert type(decoder_for(model)) is ModelDecoder

@@ -102,7 +102,7 @@ def test_nothing_else_of_the_checkpoint_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layers", "named"), [((0, 8), "layers 8 are"), ((2, 9), "layers 9 are"), ((), "layers none are")]
 )
-def test_layers_that_there_are_not_are_refused(layers: tuple[int, ...], named: str) -> None:
+def test_nonexistent_layers_are_refused(layers: tuple[int, ...], named: str) -> None:
     check_layers(TARGET, range(8))
     with pytest.raises(ModelError, match=f"has the layers 0 to 7, but.* {named}.*draft.layer_skip.layers"):
         check_layers(TARGET, layers)

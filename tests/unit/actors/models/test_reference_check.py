@@ -99,7 +99,7 @@ def save(folder: Path, name: str, fields: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_a_class_that_is_computed_right_is_let_in(case, tmp_path):
+def test_a_correctly_computed_class_is_accepted(case, tmp_path):
     check_model(save(tmp_path, *RIGHT[case]))
 
 

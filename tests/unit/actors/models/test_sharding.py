@@ -110,7 +110,7 @@ def test_a_step_communicates_twice_a_layer_and_once_for_the_logits(tmp_path):
         ("gpt2", {}, "GPT2LMHeadModel has no tensor-parallel plan"),
     ],
 )
-def test_what_cannot_be_split_is_refused_at_start_by_name(tmp_path, kind, changes, named):
+def test_unsplittable_models_are_refused_by_name_at_startup(tmp_path, kind, changes, named):
     """The config alone reveals this before a rank starts."""
     AutoConfig.for_model(kind, **{**SIZES, **HEADS, **changes}).save_pretrained(tmp_path)
     check_tensor_parallel(tmp_path, 1)

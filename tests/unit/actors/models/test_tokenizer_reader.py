@@ -135,7 +135,7 @@ def test_the_first_file_that_names_an_end_decides(tmp_path, generation, config, 
     assert end_of_text(a_folder(tmp_path, generation, config, tokenizer=tokenizer)) == expected
 
 
-def test_the_text_config_is_asked_after_the_whole_one(tmp_path):
+def test_the_text_config_is_read_after_the_top_level_config(tmp_path):
     (tmp_path / CONFIG).write_text(json.dumps({"text_config": {"eos_token_id": 5}}))
     assert end_ids(tmp_path) == (5,)
     (tmp_path / CONFIG).write_text(json.dumps({"eos_token_id": [1, 6], "text_config": {"eos_token_id": 5}}))
@@ -155,7 +155,7 @@ def test_grammars_end_as_sampling_does(tmp_path):
     assert sorted(load_grammar_vocabulary(tmp_path).eos_tokens) == [1, 2]
 
 
-def test_the_source_is_reported(tmp_path):
+def test_the_acceptance_source_is_reported(tmp_path):
     LlamaConfig(eos_token_id=2).save_pretrained(tmp_path)
     assert str(end_of_text(tmp_path)) == "text ends with token 2 (config.json)"
     assert "no token ends a text" in str(EndOfText((), ""))

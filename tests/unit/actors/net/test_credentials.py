@@ -33,7 +33,7 @@ def test_certificates_that_were_replaced_are_those_that_are_read(tmp_path):
 
 @pytest.mark.parametrize("name", [CERTIFICATE, KEY, AUTHORITY])
 @pytest.mark.parametrize("harm", ["gone", "empty", "of another"])
-def test_until_a_new_set_is_whole_the_old_one_serves_and_one_error_is_logged(tmp_path, name, harm, caplog):
+def test_the_old_certificates_serve_until_a_new_set_is_complete(tmp_path, name, harm, caplog):
     Authority().issue(tmp_path / "used", PeerRole.ROUTER)
     Authority().issue(tmp_path / "another", PeerRole.ROUTER)
     files = CertificateFiles(tmp_path / "used")
@@ -64,7 +64,7 @@ def test_roles_are_the_names_in_a_certificate(tmp_path):
     assert tls.roles({}) == set()
 
 
-def test_the_first_token_is_sent_and_each_is_accepted_so_that_they_can_be_changed_one_by_one(tmp_path):
+def test_unmutated_messages_are_sent_and_accepted(tmp_path):
     path = tmp_path / "token"
     path.write_text("new\nold\n")
     token = TokenFile(path)
@@ -114,6 +114,6 @@ def test_without_credentials_a_server_listens_on_loopback_or_where_all_are_trust
     assert trusting.roles({}) == EVERY_ROLE
 
 
-def test_elsewhere_it_is_refused_with_what_to_do():
+def test_without_credentials_other_addresses_are_refused():
     with pytest.raises(ConfigError, match=r"listen on 10\.0\.0\.1.*trust\.certificates.*trust\.insecure: true"):
         NoCredentials().listen(Bound(), "10.0.0.1", 0)  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ def linked(peer: Any, up: asyncio.Event, down: asyncio.Event) -> Link:
 
 
 @pytest.mark.usefixtures("nothing_is_collected")
-async def test_nobody_knows_of_the_stream_of_a_closed_link() -> None:
+async def test_the_stream_of_a_closed_link_is_forgotten() -> None:
     peer = Peer()
     up = asyncio.Event()
     link = linked(peer, up, asyncio.Event())
@@ -162,7 +162,7 @@ async def test_nobody_knows_of_the_stream_of_a_closed_link() -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_collected")
-async def test_nobody_knows_of_a_stream_that_broke() -> None:
+async def test_a_broken_stream_is_forgotten() -> None:
     peer = Peer(breaks=True)
     down = asyncio.Event()
     link = linked(peer, asyncio.Event(), down)

@@ -102,7 +102,7 @@ def test_a_step_is_decided_as_its_blocks_one_by_one(step, seed):
 
 
 @given(st.lists(blocks(), min_size=1, max_size=4), st.integers(0, 2**16), st.data())
-def test_where_candidates_do_not_suffice_the_block_is_decided_thoroughly(step, seed, data):
+def test_a_block_is_decided_exhaustively_if_candidates_do_not_suffice(step, seed, data):
     """Thousands of further tokens are as likely as the others after some blocks, and next to impossible after some."""
     levels = [data.draw(st.sampled_from([-30.0, 0.0])) for _ in step]
     rows = torch.tensor([level for block, level in zip(step, levels, strict=True) for _ in range(block.positions)])

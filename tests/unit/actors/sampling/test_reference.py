@@ -279,11 +279,11 @@ def test_a_tree_is_walked_down_to_the_target_s_own_child(own, expected):
     assert match(own, TREE) == expected
 
 
-def test_a_sibling_that_is_the_same_token_again_changes_nothing():
+def test_a_duplicate_sibling_changes_nothing():
     assert match([5, 6, 7, 9], DraftTree((5, 6, 5), (-1, 0, -1))) == BlockDecision((0, 1), 7)
 
 
-def test_what_follows_a_node_is_drawn_with_the_noise_of_its_place():
+def test_tokens_after_a_node_use_the_noise_of_their_position():
     """The order of a tree's nodes has no effect."""
     logits = torch.randn(1 + len(TREE), 9, generator=torch.Generator().manual_seed(3))
     for seed in range(20):

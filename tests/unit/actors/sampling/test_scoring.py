@@ -40,7 +40,7 @@ def test_more_likeliest_tokens_than_there_are_is_all_of_them():
     assert found.logprob == pytest.approx(-math.log(4))
 
 
-def test_nothing_is_scored_where_nothing_is_asked():
+def test_nothing_is_scored_without_a_request():
     assert score(torch.zeros(0, 4), [], []) == []
 
 
@@ -94,7 +94,7 @@ def test_a_token_beyond_an_edge_is_as_far_as_the_edge(logits, sampling, distance
     assert margin(row, sampling, None, at, 2) == pytest.approx(distance, abs=1e-6)
 
 
-def test_the_one_ahead_may_be_left_out_instead_of_overtaken():
+def test_the_leading_token_may_be_excluded_instead_of_overtaken():
     """The second token wins by its noise but is at the edge of min_p itself."""
     logits = torch.tensor([2.0, 1.01])
     sampling = Sampling(temperature=1.0, min_p=math.exp(-1.0))
@@ -119,7 +119,7 @@ def lead(logits: Tensor, at: DrawAddress) -> float:
     ],
     ids=str,
 )
-def test_what_an_error_of_logits_changes_is_no_further_than_the_error(sampling):
+def test_a_logit_error_changes_only_decisions_within_that_error(sampling):
     """An honest target's decisions differ only by rounding, and its margins must reflect this."""
     generator = torch.Generator().manual_seed(11)
     error = 0.05

@@ -64,7 +64,7 @@ def test_presence_penalty_counts_once():
 
 
 @given(SAMPLINGS, st.integers(0, 50))
-def test_something_is_always_allowed_and_the_likeliest_always_is(sampling, seed):
+def test_the_likeliest_token_is_always_allowed(sampling, seed):
     sampling = replace(sampling, frequency_penalty=0.0, presence_penalty=0.0)
     logits = some_logits(1, seed)[0]
     assert int(logits.argmax()) in allowed(logits, sampling)
@@ -145,7 +145,7 @@ def test_half_precision_logits_are_processed_in_float32():
 @pytest.mark.parametrize(
     "sampling", [Sampling(top_k=2), Sampling(top_k=6, top_p=0.8), Sampling(top_p=0.6), Sampling(min_p=0.3)], ids=repr
 )
-def test_where_few_candidates_are_sure_to_suffice_they_are_all_that_is_left_and_right(sampling):
+def test_sufficient_candidates_contain_all_remaining_tokens(sampling):
     """A step draws only among the candidates. Peaked rows need few candidates, and flat rows need all of them.
 
     Coarse logits tie, even at the edges.

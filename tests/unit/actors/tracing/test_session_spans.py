@@ -81,7 +81,7 @@ def test_only_a_slow_session_has_events(took_s: int, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("traceparent", ["", UNSAMPLED])
-def test_what_is_not_sampled_has_no_span(traceparent: str) -> None:
+def test_unsampled_sessions_have_no_spans(traceparent: str) -> None:
     traced = Traced()
     traced.opened(traceparent=traceparent)
     traced.spans.on_sent("router#1", a_verdict(3, Finish.STOP))
@@ -99,7 +99,7 @@ def test_a_refusal_or_a_last_verdict_ends_a_session(message: Message, end: str) 
     assert (traced.only.attributes or {})["slipstream.end"] == end
 
 
-def test_the_last_round_counts_though_the_drafter_gets_its_verdict_first_and_a_longer_one() -> None:
+def test_the_last_round_counts_even_if_the_drafter_gets_a_longer_verdict_first() -> None:
     traced = Traced()
     traced.opened()
     traced.spans.on_sent("router#1", a_verdict(3))
@@ -109,7 +109,7 @@ def test_the_last_round_counts_though_the_drafter_gets_its_verdict_first_and_a_l
     assert (span_facts["slipstream.rounds"], span_facts["slipstream.decided"]) == (2, 4)
 
 
-def test_a_session_goes_on_where_somebody_else_refuses_it() -> None:
+def test_a_session_continues_after_another_peers_refusal() -> None:
     traced = Traced()
     traced.opened()
     traced.spans.on_received("drafter#1", Refusal("s", 1, RefusalReason.OVERLOADED, "full"))
@@ -137,7 +137,7 @@ def test_only_so_many_sessions_are_traced_at_once() -> None:
     assert not traced.spans.opened("another", PARENT)
 
 
-def test_the_latest_events_stay_and_those_left_out_are_counted() -> None:
+def test_the_latest_events_stay_and_dropped_ones_are_counted() -> None:
     events = SessionEvents(most=2)
     for name in ("a", "b", "c"):
         events.add(0, name, {})

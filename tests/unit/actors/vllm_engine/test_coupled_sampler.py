@@ -47,7 +47,7 @@ def test_a_request_of_vllms_own_has_none():
     assert request_in({"other": 1}) is None
 
 
-def test_a_block_is_the_own_engines():
+def test_a_block_equals_that_of_the_own_engine():
     block = SessionDraws.of(PLAIN, PROCESSOR_FACTORIES).block(5, noted([1, 2, 3, 4, 5], []), [6, 7])
     address = DrawAddress(1 << 60, 4, 5)
     assert block == PendingBlock(Acceptance.COUPLED, PLAIN.sampling, DraftTree.chain((6, 7)), None, address)
@@ -64,7 +64,7 @@ def test_only_what_is_new_is_looked_at_and_only_where_a_rule_needs_it():
 
 
 @pytest.mark.parametrize("request_", [PENALISED, BIASED], ids=["penalised", "biased"])
-def test_decisions_are_those_of_the_own_engine(request_: Open):
+def test_decisions_equal_those_of_the_own_engine(request_: Open):
     text = [*request_.tokens, 5, 5, 5]
     logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
     session = SessionDraws.of(request_, PROCESSOR_FACTORIES)
@@ -152,7 +152,7 @@ def test_sampled_tokens_show_how_much_of_the_draft_was_accepted(sampled: list[in
 
 
 @pytest.mark.parametrize("sampled", [[], [8, 9, 7, 6]])
-def test_a_number_of_tokens_that_cannot_be_is_a_fault(sampled: list[int]) -> None:
+def test_an_impossible_token_count_is_a_fault(sampled: list[int]) -> None:
     with pytest.raises(AssertionError, match="returned for a draft of 2"):
         outcome_of(PLANNED, sampled)
 

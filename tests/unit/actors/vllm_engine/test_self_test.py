@@ -57,7 +57,7 @@ def test_an_engine_that_decides_otherwise_is_refused(
         check_engine(lambda plan: wrong(engine, plan), as_planned, VOCABULARY, longest=6)
 
 
-def test_noise_of_its_own_is_seen() -> None:
+def test_independent_noise_is_detected() -> None:
     """Greedy texts are right, but sampled texts depend on the division into steps."""
     engine = right_engine()
     steps = 0

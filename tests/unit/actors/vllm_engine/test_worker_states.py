@@ -48,7 +48,7 @@ def test_final_states_lie_where_the_cache_has_their_tokens() -> None:
     assert torch.equal(decode_rows(states.read([6, 7]), layout), torch.stack([final[0], 100 + final[0]]))
 
 
-def test_what_a_head_projects_first_is_projected_before_it_is_kept() -> None:
+def test_states_are_projected_before_they_are_stored() -> None:
     layout = StatesFormat(HIDDEN // 2, StateDtype.BFLOAT16)
     states = WorkerStates(CaptureSpec((LAYERS,), layout, partial(load, halves)), runner())
     states.keep(LAYER, PAGES, PAGE_SIZE)

@@ -102,7 +102,7 @@ def test_a_row_without_memory_is_retried_and_keeps_its_block() -> None:
     assert (verdict.tokens, verdict.accepted, verdict.drafted) == ((10, 12), 1, 2)
 
 
-def test_a_draft_cut_by_the_engine_counts_as_far_as_it_was_fed() -> None:
+def test_a_truncated_draft_counts_up_to_its_fed_length() -> None:
     scene = Scene()
     scene.scheduler.receive("router#1", asked(), 0.0)
     scene.step(scene.planned(), Outcome("a", (), 9))
@@ -124,7 +124,7 @@ def test_tokens_lost_by_preemption_are_recomputed() -> None:
     assert (row.start, row.tokens) == (4, (5, 9))
 
 
-def test_the_scheduler_plans_no_pages_for_such_an_engine() -> None:
+def test_no_pages_are_planned_for_an_engine_with_its_own() -> None:
     scene = Scene()
     for name in "abcd":
         scene.scheduler.receive("router#1", asked(name), 0.0)

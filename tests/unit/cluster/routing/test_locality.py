@@ -35,7 +35,7 @@ def test_without_a_known_target_no_drafter_is_near() -> None:
     assert near.worth("other") == {}
 
 
-def test_a_drafter_that_left_is_not_near() -> None:
+def test_a_departed_drafter_is_not_local() -> None:
     near = locality(Endpoint("a", "A", "node1", "zone1"))
     near.follow([TARGET], [])
     assert near.worth("T") == {}

@@ -50,7 +50,7 @@ def test_a_lost_target_is_forgotten() -> None:
     assert memory.matches(memory.keys(range(20))) == {}
 
 
-def test_cached_tokens_are_worth_sessions_up_to_the_maximum() -> None:
+def test_the_bonus_for_cached_tokens_is_bounded() -> None:
     memory = homes(max_extra_sessions=2)
     text = memory.keys(range(10_000))
     assert memory.worth(text) == {}

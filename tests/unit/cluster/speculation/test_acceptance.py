@@ -110,7 +110,7 @@ def test_the_number_of_counted_positions_is_bounded():
     assert len(counts((10_000, 10_000)).reached) < 100
 
 
-def test_the_acceptance_of_trees_is_counted_by_node():
+def test_tree_acceptance_is_counted_by_node():
     """The first and the third-likeliest token of these blocks are accepted."""
     blocks = Chances()
     for _ in range(200):

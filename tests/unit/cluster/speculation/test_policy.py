@@ -86,7 +86,7 @@ def test_tokens_are_requested_while_they_are_likely_enough():
     assert asked(a_yield(0.9, 0.5, 0.01, 0.001), 4).tokens == 2
 
 
-def test_the_least_chance_is_what_a_token_adds_to_the_step():
+def test_the_minimum_probability_is_the_marginal_step_cost_of_a_token():
     """A token's acceptance probability must justify its cost in the step."""
     ask = asked(a_yield(0.9, 0.8), 2)
     assert ask.least_chance == pytest.approx(15 * 0.001)

@@ -17,7 +17,7 @@ def test_a_token_is_valid_only_for_its_session_and_number(key, session, number):
 
 
 @given(KEYS, KEYS, st.text(), st.text(), NUMBERS, NUMBERS)
-def test_and_for_nothing_else(key, other_key, session, other_session, number, other_number):
+def test_an_assignment_token_is_valid_for_nothing_else(key, other_key, session, other_session, number, other_number):
     token = issue(key, session, number)
     assert is_valid(token, other_key, session) == (other_key == key or other_key.rstrip(b"\0") == key.rstrip(b"\0"))
     assert is_valid(token, key, other_session) == (other_session == session)

@@ -21,7 +21,7 @@ def test_one_way_at_most(trust):
         validated({**MODELS, "trust": trust})
 
 
-def test_nothing_is_said_by_default():
+def test_nothing_is_logged_by_default():
     trust = validated(MODELS).trust
     assert (trust.certificates, trust.token_file, trust.insecure, trust.reflection) == (None, None, False, False)
 

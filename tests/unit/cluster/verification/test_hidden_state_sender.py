@@ -166,7 +166,7 @@ def test_a_drafter_that_reads_no_states_gets_none():
     assert desk.feeds.next_read() is None
 
 
-def test_a_target_that_captures_nothing_promises_nothing():
+def test_a_target_without_captured_states_announces_none():
     desk = Target()
     desk.open(tokens=(1, 2, 3))
     desk.scheduler.receive(DRAFTER, Attach("s", 3, Prefix(KEY, (1, 2, 3)).hash, 0), 0.0)
@@ -288,7 +288,7 @@ def test_a_late_drafter_gets_states_from_pages_without_a_forward():
     check(states, tokens)
 
 
-def test_tokens_are_fed_once_whatever_happens_to_drafters():
+def test_tokens_are_fed_once_despite_drafter_changes():
     """Fed tokens exclude accepted drafts, the last token, rejected tokens and cached tokens."""
     desk = FeedDesk(SMALL)
     prompt = tuple(range(1, 14))

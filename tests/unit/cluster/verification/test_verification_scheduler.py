@@ -146,7 +146,7 @@ def test_a_drafter_that_answers_without_a_block_is_not_silent():
         tokens += verdict.tokens
 
 
-def test_a_drafter_that_never_has_a_block_is_rarely_asked_for_one():
+def test_a_drafter_without_blocks_gets_few_requests():
     """Otherwise an unconfident draft model would stay busy."""
     target, tokens = attached(policy=Adaptive())
     requested = []
@@ -377,7 +377,7 @@ def test_long_prompts_are_fed_in_chunks_beside_short_sessions():
     max_step_tokens=st.integers(1, 12),
     data=st.data(),
 )
-def test_every_session_gets_its_text_whatever_blocks_arrive(prompts, max_sessions, max_step_tokens, data):
+def test_every_session_gets_its_text_for_any_blocks(prompts, max_sessions, max_step_tokens, data):
     """Right, wrong, late, early and repeated blocks, in any batch and under any limits."""
     target = Target(max_sessions=max_sessions, max_step_tokens=max_step_tokens)
     tokens = {f"s{i}": tuple(prompt) for i, prompt in enumerate(prompts)}

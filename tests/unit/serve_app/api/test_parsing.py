@@ -79,7 +79,7 @@ def test_ten_errors_are_listed_and_the_rest_counted() -> None:
     assert message.endswith("; and 2 more")
 
 
-def test_few_of_many_unknown_fields_are_validated() -> None:
+def test_only_a_few_unknown_fields_are_validated() -> None:
     message = str(refusal({"prompt": "a"} | {f"f{number}": 1 for number in range(MANY)}))
     assert message.count("Extra inputs") == 10
     assert "more" not in message

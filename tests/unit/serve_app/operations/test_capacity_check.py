@@ -54,7 +54,7 @@ def test_a_pool_with_room_for_too_few_replicas() -> None:
     assert "3 times a target replica must always run, but 1 node has room for 2" in line
 
 
-def test_pools_that_fit_alone_but_not_together() -> None:
+def test_pools_that_fit_individually_but_not_in_total() -> None:
     crowded = config(draft={"method": "ngram", "resources": {"num_cpus": 2}})
     (line,) = unmet_needs(crowded, [node("1", {"CPU": 3.0})])
     assert line == (

@@ -66,7 +66,7 @@ def test_utilization_is_at_most_one() -> None:
     assert page_state("m", [TARGET], [replace(LATER, step_s=15.0)]).busy == 1.0
 
 
-def test_bars_lie_in_the_window_whatever_each_clock_shows() -> None:
+def test_bars_lie_in_the_window_despite_clock_differences() -> None:
     ends = 1000.0
     window_s = page_state("m", [], []).window_ms / 1e3
     target = recording(

@@ -58,7 +58,7 @@ def rows_of(name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FIXTURES)
-def test_encoded_rows_bring_what_the_same_rows_bring_as_tensors(name: str) -> None:
+def test_encoded_rows_give_the_same_drafts_as_tensors(name: str) -> None:
     """Without rows there is no block; rows in two parts from the middle of the text give one."""
     folder = checkpoint(FIXTURES[name])
     known = case(FIXTURES[name])
@@ -94,7 +94,7 @@ def test_encoded_rows_bring_what_the_same_rows_bring_as_tensors(name: str) -> No
         ("medusa", {"keep": False}, (1, 512)),
     ],
 )
-def test_of_how_many_tokens_states_are_enough(name: str, states: Any, expected: tuple[int | None, int | None]) -> None:
+def test_number_of_sufficient_states(name: str, states: Any, expected: tuple[int | None, int | None]) -> None:
     draft = DraftPool.model_validate({"method": name, "model": str(checkpoint(FIXTURES[name])), "states": states})
     bounds = state_bounds(draft, TARGET)
     assert (bounds.window, bounds.min_states) == expected
@@ -301,13 +301,13 @@ def test_logits_are_nearly_the_same_in_8_bits(name: str, load: Any) -> None:
     assert 0 < off < 0.05
 
 
-def test_what_is_beside_products_in_8_bits_is_float32() -> None:
+def test_operations_around_8_bit_products_use_float32() -> None:
     assert choose_products("none", "bfloat16", CPU).dtype is torch.bfloat16
     if can_round(CPU):
         assert choose_products("int8", "bfloat16", CPU).dtype is torch.float32
 
 
-def test_where_there_are_none_it_is_refused() -> None:
+def test_unsupported_8_bit_products_are_refused() -> None:
     with pytest.raises(ModelError, match="8-bit products are not supported on meta"):
         choose_products("int8", "bfloat16", torch.device("meta"))
     gpu = {"method": "mtp", "mtp": {"quantization": "int8"}, "resources": {"num_gpus": 1}}

@@ -58,7 +58,7 @@ LAYERS = 36
         ({"target_layer_ids": [1, 17, 32]}, (2, 18, 33)),
     ],
 )
-def test_the_key_gives_ids_their_meaning(config: dict[str, Any], states: tuple[int, ...]) -> None:
+def test_layer_id_meaning_follows_the_key(config: dict[str, Any], states: tuple[int, ...]) -> None:
     assert states_read(config, LAYERS, 3) == states
 
 
@@ -83,7 +83,7 @@ def test_the_meaning_of_ids_can_be_overridden(meaning: LayerIdMeaning, states: t
         ({}, 4, r"is not in its configuration, and the default of the EAGLE-3 head selects states \[2, 2, 1\]"),
     ],
 )
-def test_states_that_there_are_none_of_are_refused(config: dict[str, Any], layers: int, message: str) -> None:
+def test_nonexistent_states_are_refused(config: dict[str, Any], layers: int, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         states_read(config, layers, 3)
 
@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-def test_what_does_not_fit_is_refused(tmp_path: Path, refused: str) -> None:
+def test_misfitting_weights_are_refused(tmp_path: Path, refused: str) -> None:
     name, changes, message = REFUSED[refused]
     with pytest.raises(ModelError, match=message):
         loaded(altered(tmp_path, name, **changes))

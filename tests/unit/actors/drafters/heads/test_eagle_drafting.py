@@ -103,7 +103,7 @@ def with_more(name: str, count: int) -> Tensor:
 # ---------------------------------------------------------------- states in time
 
 
-def test_a_chain_is_the_reference_s_and_is_fed_token_by_token(name: str, fed: Fed) -> None:
+def test_a_chain_equals_the_reference_and_is_fed_token_by_token(name: str, fed: Fed) -> None:
     session = Session(name).given()
     chain = case(name)["chain_tokens"].tolist()
     assert session.draft() == tuple(chain)
@@ -159,7 +159,7 @@ def test_a_long_prompt_is_read_over_several_requests(name: str, fed: Fed) -> Non
 # ---------------------------------------------------------------- missing states
 
 
-def test_what_has_its_states_is_read_while_others_are_missing(name: str, fed: Fed) -> None:
+def test_drafts_with_states_are_read_while_others_wait(name: str, fed: Fed) -> None:
     session = Session(name)
     assert session.draft() == ()
     session.given(0, 7).given(8)
@@ -192,9 +192,7 @@ def test_beyond_the_heads_positions_there_is_no_block(name: str, fed: Fed, lengt
 
 
 @pytest.mark.parametrize("begin", [1, 6, 10])
-def test_states_that_begin_in_mid_text_bring_what_a_text_that_begins_there_brings(
-    name: str, fed: Fed, begin: int
-) -> None:
+def test_states_from_mid_text_draft_as_for_a_text_starting_there(name: str, fed: Fed, begin: int) -> None:
     """The test compares the first block, a lookahead block, and the next block."""
     features = with_more(name, 2)
     session = Session(name, max_tokens=BLOCK)
@@ -248,7 +246,7 @@ def test_blocks_are_drafted_ahead_from_recycled_states(name: str) -> None:
     assert any(len(guess.outcome) <= BLOCK for guess in guesses), "rejections are foreseen too"
 
 
-def test_while_the_true_states_are_late_drafting_goes_on_from_recycled_ones(name: str, fed: Fed) -> None:
+def test_drafting_continues_from_recycled_states_until_true_states_arrive(name: str, fed: Fed) -> None:
     """If only some states arrive, the rest is fed with recycled states, and again with true states later."""
     session, guesses = read_ahead(name)
     hit = max(guesses, key=lambda guess: len(guess.outcome))

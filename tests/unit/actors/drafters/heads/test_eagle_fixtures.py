@@ -224,7 +224,7 @@ def test_the_use_of_the_last_norm_can_be_overridden(override: OutputNorm) -> Non
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3_speculators"])
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_states_of_other_layers_show(name: str, shift: int) -> None:
+def test_states_of_other_layers_change_drafts(name: str, shift: int) -> None:
     known = case(name)
     drive = Drive(loaded(checkpoint(name)))
     target = case("target")
@@ -239,7 +239,7 @@ def test_ids_of_outputs_are_one_layer_later() -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("wrong", ["features a place later", "states before the final norm or in another order"])
-def test_states_of_other_places_or_in_another_order_show(name: str, wrong: str) -> None:
+def test_misplaced_or_reordered_states_change_drafts(name: str, wrong: str) -> None:
     known = case(name)
     features = known["features"]
     if wrong.startswith("features"):

@@ -135,14 +135,12 @@ def config_of(folder: Path, variant: Variant) -> EagleConfig:
 @pytest.mark.parametrize(
     ("kind", "is_normed"), [(None, False), ("eagle3", True), ("peagle", False)], ids=["raw", "eagle3", "peagle"]
 )
-def test_the_kind_of_file_decides_about_a_residual_that_is_not_configured(
-    tmp_path: Path, kind: str | None, is_normed: bool
-) -> None:
+def test_the_file_type_determines_an_unconfigured_residual(tmp_path: Path, kind: str | None, is_normed: bool) -> None:
     changes = {"norm_before_residual": None} | ({"speculators_model_type": kind} if kind else {})
     assert config_of(tmp_path, Variant(config=changes)).norm_before_residual is is_normed
 
 
-def test_the_norm_of_hass_without_its_others_is_dropped(tmp_path: Path) -> None:
+def test_a_lone_hass_norm_is_dropped(tmp_path: Path) -> None:
     restated = RestatedEagle(Variant(eagle3=False, own_head=False))
     restated.save(tmp_path)
     expected = loaded(tmp_path)

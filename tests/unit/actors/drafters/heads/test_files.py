@@ -94,7 +94,7 @@ def test_a_tensor_that_is_not_there_or_has_another_shape_is_refused():
         files.tensor("a", (3, 2))
 
 
-def test_of_the_target_the_first_name_that_is_there_is_read(tmp_path):
+def test_the_first_existing_tensor_name_of_the_target_is_read(tmp_path):
     save_file({"model.embed_tokens.weight": WEIGHT, "other": -WEIGHT}, tmp_path / "model.safetensors")
     assert torch.equal(target_tensor(tmp_path, EMBEDDING), WEIGHT)
     assert torch.equal(target_tensor(tmp_path, HEAD), WEIGHT), "the head is tied"

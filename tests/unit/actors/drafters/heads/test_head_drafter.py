@@ -78,7 +78,7 @@ every = pytest.mark.parametrize("name", WIDTHS)
 
 
 @pytest.mark.parametrize("name", [*WIDTHS, "dflash_speculators"])
-def test_a_block_is_the_reference_s(name: str) -> None:
+def test_a_block_equals_the_reference(name: str) -> None:
     known = case(name)
     method = head_method(name.partition("_speculators")[0], checkpoint(name))
     want = a_want(decided(known), 16)
@@ -121,7 +121,7 @@ def test_a_second_round_goes_on_from_the_first() -> None:
     assert block.tokens == tuple(DFLASH["step2_draft_tokens"].tolist())
 
 
-def test_windows_see_what_they_would_if_all_were_computed_at_once(tmp_path: Path) -> None:
+def test_windows_see_the_same_keys_as_in_a_single_forward(tmp_path: Path) -> None:
     """The test runs until the text exceeds a window."""
     config = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
     folder = altered(tmp_path, "dflash", **config)
@@ -168,7 +168,7 @@ def test_only_rows_from_the_last_token_on_are_kept_and_their_number_is_bounded()
 
 
 @at_once
-def test_a_tree_has_the_likeliest_tokens_of_each_place(name: str) -> None:
+def test_a_tree_has_the_likeliest_tokens_of_each_position(name: str) -> None:
     """Acceptance probabilities are calibrated, close to the head's own."""
     opened = Opened(name)
     tree = opened.draft(max_tokens=12, shape=Shape.TREE).tree
@@ -240,7 +240,7 @@ def test_sampled_tokens_are_foreseen_with_the_target_s_noise() -> None:
 
 
 @at_once
-def test_after_each_outcome_come_the_places_that_are_left(name: str) -> None:
+def test_continuations_of_each_outcome_use_the_remaining_occurrences(name: str) -> None:
     """A head's later positions do not depend on the verdict's tokens; beyond the last, the head waits for states."""
     places = Opened(name).draft().tokens
     for verified in range(WIDTHS[name] + 1):
@@ -275,7 +275,7 @@ def sharper(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: (6 if "head" in name else 1) * tensor for name, tensor in tensors.items()}
 
 
-def test_a_recurrent_head_goes_on_from_its_own_state_and_the_token_that_came(tmp_path: Path) -> None:
+def test_a_recurrent_head_continues_from_its_state_and_the_committed_token(tmp_path: Path) -> None:
     """The head is more confident than the fixture's, so several further tokens are likely."""
     folder = altered(tmp_path, "mlp_speculator", sharper)
     head = speculator_of(folder)

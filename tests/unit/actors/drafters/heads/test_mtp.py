@@ -154,9 +154,7 @@ def test_states_have_no_projection_to_go_through(tmp_path: Path) -> None:
         validated({"model": {"target": "t"}, "draft": {"method": "mtp", "states": {"project": "target"}}})
 
 
-def test_of_a_target_on_the_hub_the_files_with_the_module_are_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_files_with_the_module_are_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The repository has a file per tensor, with the same name."""
     whole = target_with(tmp_path, mimo())
     tensors = load_file(whole / "model.safetensors")
@@ -176,7 +174,7 @@ def test_of_a_target_on_the_hub_the_files_with_the_module_are_fetched(
     assert fetched == {*mimo(), *SHARED}
 
 
-def test_of_the_target_only_what_it_shares_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_shared_tensors_of_the_target_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     usual = weights.read_tensors
 
@@ -210,6 +208,6 @@ def gated() -> Tensors:
     ],
     ids=["none", "experts", "latent attention", "gated attention", "a window", "a bias"],
 )
-def test_what_is_not_supported_is_refused(tmp_path: Path, tensors: Tensors, config: Any, named: str) -> None:
+def test_unsupported_modules_are_refused(tmp_path: Path, tensors: Tensors, config: Any, named: str) -> None:
     with pytest.raises(ModelError, match=named):
         load_mtp(target_with(tmp_path, tensors, **config), torch.float32, CPU, range(VOCABULARY))

@@ -456,7 +456,7 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 NESTED = {"mask_token_id": 95, "target_layer_ids": [1, 3, 5]}
 
 
-def test_the_restatement_is_the_reference_s_where_all_is_full() -> None:
+def test_the_restated_head_equals_the_reference() -> None:
     assert off_by(restated_dflash(stored(checkpoint("dflash")), (FULL, FULL)), DFLASH["block_hidden"]) < TOLERANCE
 
 
@@ -485,7 +485,7 @@ def test_the_restatement_is_the_reference_s_where_all_is_full() -> None:
         "no layer slides",
     ],
 )
-def test_which_layers_are_causal_and_how_far_they_see(tmp_path: Path, config: Any, kinds: Any) -> None:
+def test_causal_layers_and_window_sizes(tmp_path: Path, config: Any, kinds: Any) -> None:
     folder = altered(tmp_path, "dflash", **config)
     head = loaded("dflash", folder)
     assert head.config.layers == kinds
@@ -496,7 +496,7 @@ def test_which_layers_are_causal_and_how_far_they_see(tmp_path: Path, config: An
 
 @pytest.mark.parametrize(("window", "begin", "is_same"), [(4, 9, True), (4, 10, False), (6, 6, True)])
 @torch.inference_mode()
-def test_where_every_layer_has_a_window_states_before_it_change_nothing(
+def test_states_before_the_window_of_all_layers_have_no_effect(
     tmp_path: Path, window: int, begin: int, is_same: bool
 ) -> None:
     """The anchor is at position 12. This also holds in a second round that continues the first."""
@@ -570,7 +570,7 @@ def test_a_mask_may_have_an_embedding_of_its_own(tmp_path: Path, as_dict: bool) 
         loaded("dflash", folder)
 
 
-def test_the_block_s_size_stands_in_either_place(tmp_path: Path) -> None:
+def test_the_block_size_is_read_from_either_key(tmp_path: Path) -> None:
     assert loaded("dflash").config.block_size == 5
     nested = {"mask_token_id": 95, "block_size": 3}
     assert loaded("dflash", altered(tmp_path, "dflash", dflash_config=nested)).config.block_size == 3

@@ -81,7 +81,7 @@ def test_each_session_is_served_by_the_right_one_and_once() -> None:
     assert model.sessions == ["new"], "it is not even asked when there is nothing to ask it for"
 
 
-def test_ahead_too_the_model_is_asked_only_where_the_text_has_no_answer_and_can_be_interrupted() -> None:
+def test_lookahead_calls_the_model_only_without_a_match_and_is_interruptible() -> None:
     model = Asked()
     wants = [a_want(REPEATING, 2, "repeating").under((7, 5)), a_want(NEW, 2, "new").under((7,))]
     found = propose(HybridDraft(NgramDraft(3, 2), model), wants, never)
@@ -90,12 +90,12 @@ def test_ahead_too_the_model_is_asked_only_where_the_text_has_no_answer_and_can_
     assert model.interrupted is never
 
 
-def test_the_model_guesses_for_a_target_that_does_not_wait_where_the_text_has_no_answer() -> None:
+def test_the_model_guesses_without_a_match_if_the_target_does_not_wait() -> None:
     (guess,) = propose(HybridDraft(NgramDraft(3, 2), Asked()), [a_want(NEW).under(NO_TREE)])
     assert guess.tokens == (9,)
 
 
-def test_what_becomes_of_sessions_reaches_both() -> None:
+def test_session_outcomes_reach_both_methods() -> None:
     model = Asked()
     lookup = NgramDraft(3, 2)
     method = HybridDraft(lookup, model)
@@ -131,7 +131,7 @@ TREE = DraftTree.chain((9, 8))
 CHANCES = (0.4, 0.2)
 
 
-def test_where_trees_are_taken_candidates_of_both_make_one() -> None:
+def test_candidates_of_both_methods_form_one_tree_if_trees_are_supported() -> None:
     model = Chanced()
     found = block_of(HybridDraft(NgramDraft(3, 2), model), a_want(REPEATING, shape=Shape.TREE))
     assert {7, 9} == set(found.tree.children(-1))
@@ -145,7 +145,7 @@ def test_where_trees_are_taken_candidates_of_both_make_one() -> None:
     [(REPEATING * 6, {}, (5, 6, 7)), (REPEATING, {"acceptance": REJECTION, "sampling": DRAWN}, (7, 5, 6))],
     ids=["a text that is sure", "rejection sampling"],
 )
-def test_where_the_text_suffices_the_model_is_spared(text: Any, changes: Any, expected: Any) -> None:
+def test_the_model_is_skipped_where_lookup_suffices(text: Any, changes: Any, expected: Any) -> None:
     model = Chanced()
     found = block_of(HybridDraft(NgramDraft(3, 2), model), a_want(text, shape=Shape.TREE, **changes))
     assert found.tokens == expected

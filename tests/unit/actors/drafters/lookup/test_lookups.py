@@ -39,13 +39,13 @@ def method(request: pytest.FixtureRequest) -> Any:
     ],
     ids=["once", "longest", "none", "too short", "one token"],
 )
-def test_a_text_goes_on_as_it_did_before(method: Any, tokens: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_a_repeated_text_continues_as_before(method: Any, tokens: tuple[int, ...], expected: tuple[int, ...]) -> None:
     want = a_want(tokens)
     assert block_of(method, want) == Proposal("s", len(tokens), want.prefix_hash, DraftTree.chain(expected))
 
 
 @pytest.mark.parametrize("unverified", [(3, 4), (3,), ()], ids=["block", "part of it", "non-speculative step"])
-def test_ahead_a_text_is_expected_to_go_on_as_it_did_before(method: Any, unverified: tuple[int, ...]) -> None:
+def test_lookahead_expects_a_repeated_text_to_repeat(method: Any, unverified: tuple[int, ...]) -> None:
     want = a_want((1, 2, 3, 4, 5, 6, 7, 1, 2))
     before = (3, 4, 5, 6, 7)
     guesses = {guess.outcome: guess for guess in propose(method, [want.under(unverified, max_tokens=2)])}
@@ -55,7 +55,7 @@ def test_ahead_a_text_is_expected_to_go_on_as_it_did_before(method: Any, unverif
     assert len(guesses) == 1 or not isinstance(method, NgramDraft), "nothing else is known"
 
 
-def test_with_rejection_sampling_a_lookup_is_one_chain_whatever_is_requested(method: Any) -> None:
+def test_with_rejection_sampling_a_lookup_is_a_chain_even_if_a_tree_is_requested(method: Any) -> None:
     for shape in Shape:
         changes = {"acceptance": REJECTION, "sampling": DRAWN, "least_chance": 0.9, "shape": shape}
         block = block_of(method, a_want((1, 2, 3, 4, 9, 1, 2), **changes))
@@ -75,7 +75,7 @@ def test_a_tree_has_each_continuation(method: Any) -> None:
     assert set(tree.children(tree.tokens.index(3))) >= {5}
 
 
-def test_ahead_there_is_a_block_for_each_continuation_that_the_text_knows(method: Any) -> None:
+def test_lookahead_covers_each_known_continuation(method: Any) -> None:
     want = a_want(DIVIDED, shape=Shape.TREE)
     assert {(3,), (6,)} <= {guess.outcome for guess in propose(method, [want.under(NO_TREE)])}
     assert {(6, 9, 1), (3,)} <= {guess.outcome for guess in propose(method, [want.under((6, 9))])}

@@ -33,12 +33,12 @@ from tests.unit.cluster.samples import an_open
     [((1, 2, 3, 1, 2, 4, 1, 2), (4, 1, 2)), ((1, 1, 1, 1), (1,))],
     ids=["latest", "overlap with the suffix"],
 )
-def test_of_equal_suffixes_the_latest_counts(tokens, expected):
+def test_the_latest_of_equal_suffixes_counts(tokens, expected):
     assert look_up(tokens, max_tokens=3, longest=3, shortest=2) == expected
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(1, 6), st.integers(1, 4), st.integers(0, 3))
-def test_what_is_found_stands_in_the_text_after_the_same_suffix(tokens, max_tokens, shortest, more):
+def test_matches_follow_the_same_suffix_in_the_text(tokens, max_tokens, shortest, more):
     found = look_up(tokens, max_tokens, shortest + more, shortest)
     assert len(found) <= max_tokens
     if found:
@@ -52,7 +52,7 @@ def test_with_rejection_sampling_a_chain_is_the_latest_continuation():
     assert [guess.outcome for guess in propose(NgramDraft(3, 2), [want.under((6, 9))])] == [(6, 9, 1)]
 
 
-def test_a_chain_has_falling_chances():
+def test_probabilities_fall_along_a_chain():
     block = block_of(NgramDraft(3, 2), a_want(DIVIDED))
     assert block.tree == DraftTree.chain((6, 9, 1))
     assert 0 < block.chances[2] <= block.chances[0] < 0.9, "nothing is sure"
@@ -82,7 +82,7 @@ def test_shorter_suffixes_fill_what_the_longest_leaves():
     assert 9 in found.tree.children(-1), "after 1 2"
 
 
-def test_what_is_too_unlikely_is_not_sent():
+def test_tokens_below_the_minimum_probability_are_not_sent():
     least = a_tree(DIVIDED, 5).chances[1]
     assert len(a_tree(DIVIDED, 5, least).tokens) == 2
     assert a_tree(DIVIDED, 5, least_chance=0.95).tree == NO_TREE
@@ -111,13 +111,13 @@ def outcomes_of(tree: DraftTree | tuple[int, ...], chances: tuple[float, ...] = 
     return {guess.outcome for guess in found}
 
 
-def test_ahead_nothing_is_drafted_for_a_verdict_that_cannot_come():
+def test_lookahead_skips_impossible_verdicts():
     outcomes = outcomes_of(DraftTree((3, 6, 4), (-1, -1, 0)))
     assert not outcomes & {(3,), (6,), (3, 4)}, "a draft token is accepted, and another comes after it"
     assert {(3, 5), (6, 9), (3, 4, 9)} <= outcomes
 
 
-def test_ahead_tokens_of_another_method_keep_its_chances():
+def test_lookahead_keeps_the_probabilities_of_another_methods_tokens():
     assert any(outcome[:3] == (8, 1, 2) for outcome in outcomes_of((8, 1, 2), (0.6, 0.5, 0.5)))
     assert not any(outcome[:3] == (8, 1, 2) for outcome in outcomes_of((8, 1, 2)))
 
@@ -250,7 +250,7 @@ def test_sessions_are_calibrated_separately_and_forgotten_when_they_close():
     assert considered(calibration, ONCE, "free").chance_of(3) > free
 
 
-def test_chances_come_to_be_what_comes_of_them():
+def test_chances_converge_to_observed_rates():
     """In ambiguous texts, 4 follows in half of the cases and 3 in a fifth, within 5 standard errors of 1000 draws."""
     rng = random.Random(3)
     calibration = NgramCalibration()

@@ -66,7 +66,7 @@ def test_the_longer_match_counts_and_equal_ones_count_together():
     assert both.following == {4: own.occurrences, 5: other.occurrences}
 
 
-def test_of_equally_frequent_tokens_the_latest_comes_first():
+def test_the_latest_of_equally_frequent_tokens_comes_first():
     index = SuffixIndex(1)
     index.add([7, 1, 7, 2, 7, 2, 7, 3, 7])
     assert list(index.find([7], 1).following) == [2, 3, 1]
@@ -78,7 +78,7 @@ def test_only_the_latest_occurrences_are_looked_at():
     assert list(index.find([9], 1).following) == [7]
 
 
-def test_after_a_token_only_the_places_that_have_it_stay():
+def test_only_occurrences_followed_by_the_token_remain():
     text = [1, 2, 3, 1, 2, 4, 5, 1, 2]
     index = SuffixIndex(2)
     index.add(text)
@@ -223,7 +223,7 @@ def test_a_session_s_text_is_found_in_as_it_grows():
 TWICE = (1, 2, 3, 7, 1, 2, 4, 8, 1, 2, 4, 9, 1, 2)
 
 
-def test_a_tree_has_what_followed_by_how_often_it_did():
+def test_a_tree_ranks_continuations_by_frequency():
     proposal = block_of(a_method(), a_want(TWICE, max_tokens=5, shape=Shape.TREE))
     assert proposal.tree.main_path[0] == 4
     assert set(proposal.tree.children(-1)) == {4, 3}
@@ -257,7 +257,7 @@ def test_chances_are_learned_from_what_was_decided():
     assert proposal.tokens == (1, 2, 3), "what always went on as before is likely to do so again"
 
 
-def test_ahead_there_are_blocks_for_what_may_stand_in_the_block_s_place():
+def test_lookahead_covers_alternatives_to_the_block():
     outcomes = {guess.outcome for guess in propose(a_method(), [a_want(TWICE).under((4,), max_tokens=2)])}
     assert {(3,), (4, 9), (4, 8)} <= outcomes
 

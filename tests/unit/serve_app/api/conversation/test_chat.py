@@ -265,7 +265,7 @@ async def test_draft_origin_is_reported_for_held_text(front: AsgiFront) -> None:
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}]}, None),
     ],
 )
-async def test_what_cannot_be_done_is_refused_by_name(front: AsgiFront, fields: Any, param: str | None) -> None:
+async def test_unsupported_features_are_refused_by_name(front: AsgiFront, fields: Any, param: str | None) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await front.openai.chat.completions.create(**{"model": MODEL, "messages": [USER]} | fields)
     assert caught.value.param == (param or "messages[0].tool_calls")

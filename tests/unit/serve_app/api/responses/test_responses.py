@@ -273,7 +273,7 @@ async def test_exactly_the_sent_events_are_documented(front: AsgiFront) -> None:
         ({"text": {"format": {"type": "json_object"}}, "ignore_eos": True}, "ignore_eos"),
     ],
 )
-async def test_what_cannot_be_done_is_refused_by_name(front: AsgiFront, fields: Any, param: str) -> None:
+async def test_unsupported_features_are_refused_by_name(front: AsgiFront, fields: Any, param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await front.openai.responses.create(model=MODEL, input="hi", extra_body=fields)
     assert caught.value.param == param

@@ -308,7 +308,7 @@ def test_checkpoints_without_a_method_do_not_fit(tmp_path: Path) -> None:
 
 
 @every_head
-def test_missing_and_misshapen_tensors_are_found_like_by_the_loader(name: str, tmp_path: Path) -> None:
+def test_missing_and_misshapen_tensors_are_reported_as_by_the_loader(name: str, tmp_path: Path) -> None:
     tensors = read_head(checkpoint(name)).tensors
     method = KNOWN[name]["method"]
     for key in tensors:
@@ -322,7 +322,7 @@ def test_missing_and_misshapen_tensors_are_found_like_by_the_loader(name: str, t
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash"])
-def test_extra_tensors_are_found_like_by_the_loader(name: str, tmp_path: Path) -> None:
+def test_extra_tensors_are_reported_as_by_the_loader(name: str, tmp_path: Path) -> None:
     folder = copied(tmp_path, name, dict(read_head(checkpoint(name)).tensors) | {"gate.weight": torch.ones(3)})
     assert inspect_draft(folder, TARGET).mismatches == (
         Mismatch("tensor gate.weight", "none: this layout does not use it", "one"),

@@ -79,7 +79,7 @@ def test_the_first_of_several_modules_is_used(tmp_path: Path, tensors: Tensors, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_missing_and_misshapen_tensors_are_found_like_by_the_loader(tmp_path: Path, layout: str) -> None:
+def test_missing_and_misshapen_tensors_are_reported_as_by_the_loader(tmp_path: Path, layout: str) -> None:
     module = LAYOUTS[layout]()
     for key in module:
         missing = target_with(tmp_path, {name: tensor for name, tensor in module.items() if name != key})
@@ -95,5 +95,5 @@ def test_an_unsupported_module_is_a_misfit(tmp_path: Path) -> None:
     assert "experts and latent attention are not supported" in str(misfit)
 
 
-def test_for_another_target_it_is_a_language_model(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_target_is_a_language_model(tmp_path: Path) -> None:
     assert inspect_draft(target_with(tmp_path, qwen()), TARGET).facts.layout is CAUSAL
