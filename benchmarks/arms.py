@@ -167,10 +167,10 @@ class Worker:
     def __init__(self, name: str, setup: Setup) -> None:
         self.name = name
         context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(name, setup, theirs))
+        self._pipe, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(name, setup, child_end))
         self._process.start()
-        theirs.close()
+        child_end.close()
         self._receive()
         self._rest()
 

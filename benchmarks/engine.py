@@ -37,10 +37,10 @@ class Throughput:
 
     def ratio(self, arm: str, base: str) -> float:
         pairs = zip(self.tokens_per_s[arm], self.tokens_per_s[base], strict=True)
-        return statistics.median(ours / theirs for ours, theirs in pairs)
+        return statistics.median(ours / reference for ours, reference in pairs)
 
 
-def some_prompts(count: int, length: int, seed: int) -> Prompts:
+def random_prompts(count: int, length: int, seed: int) -> Prompts:
     drawn = random.Random(seed)
     return [tuple(drawn.randrange(100, 20_000) for _ in range(length)) for _ in range(count)]
 
@@ -49,7 +49,7 @@ def throughput(workers: Sequence[Worker], concurrency: int, new_tokens: int, rou
     """Alternates the arms; assisted generation runs only at concurrency 1."""
     found: dict[str, list[float]] = {w.name: [] for w in workers if concurrency == 1 or w.name != "assisted"}
     for number in track(range(rounds), f"{concurrency} at once", console=Console(stderr=True)):
-        prompts = some_prompts(concurrency, PROMPT_TOKENS, number)
+        prompts = random_prompts(concurrency, PROMPT_TOKENS, number)
         for worker in workers:
             if worker.name in found:
                 run = worker.decode(prompts, new_tokens)
@@ -62,7 +62,7 @@ def first_token(workers: Sequence[Worker], rounds: int) -> dict[str, float]:
     runs: dict[str, list[Run]] = {worker.name: [] for worker in workers}
     for number in range(rounds):
         for worker in workers:
-            runs[worker.name].append(worker.decode(some_prompts(1, LONG_PROMPT, number), 2))
+            runs[worker.name].append(worker.decode(random_prompts(1, LONG_PROMPT, number), 2))
     return {name: statistics.median(run.first_s for run in found) for name, found in runs.items()}
 
 
@@ -94,7 +94,7 @@ def step_times(setup: Setup) -> list[dict[str, float]]:
     rows_of: list[dict[str, float]] = []
     with torch.inference_mode():
         for rows, tokens, context in STEPS:
-            prompts = some_prompts(rows, context + tokens, 0)
+            prompts = random_prompts(rows, context + tokens, 0)
             tables = [tuple(range(per_row * row, per_row * (row + 1))) for row in range(rows)]
             for prompt, pages in zip(prompts, tables, strict=True):
                 forward([InputRow(prompt[:context], 0, 1, pages)])
@@ -104,7 +104,7 @@ def step_times(setup: Setup) -> list[dict[str, float]]:
             fed = torch.tensor([prompt[context:] for prompt in prompts])
             inputs = [torch.randn(rows * tokens, linear.in_features, dtype=model.dtype) for linear in linears]
 
-            def theirs(fed: Any = fed, cache: Any = cache, tokens: int = tokens) -> None:
+            def reference(fed: Any = fed, cache: Any = cache, tokens: int = tokens) -> None:
                 model(fed, past_key_values=cache)
                 cache.crop(-tokens)
 
@@ -112,7 +112,7 @@ def step_times(setup: Setup) -> list[dict[str, float]]:
                 for linear, x in zip(linears, inputs, strict=True):
                     linear(x)
 
-            engine, plain, products = median_ms(lambda ours=ours: forward(ours), theirs, bare)
+            engine, plain, products = median_ms(lambda ours=ours: forward(ours), reference, bare)
             rows_of.append(
                 {
                     "rows": rows,
@@ -205,7 +205,7 @@ def main() -> None:
         for name in names:
             workers.append(Worker(name, setup))
             stack.callback(workers[-1].stop)
-            workers[-1].decode(some_prompts(2, PROMPT_TOKENS, -1), 8)  # warms up
+            workers[-1].decode(random_prompts(2, PROMPT_TOKENS, -1), 8)  # warms up
         found = [throughput(workers, n, arguments.tokens, arguments.rounds) for n in arguments.concurrency]
         first = first_token(workers, 3)
     import torch

@@ -48,7 +48,7 @@ class FarLink:
     def __init__(self, orders: Connection) -> None:
         self._orders = orders
 
-    def become(self, line: Line) -> None:
+    def set_line(self, line: Line) -> None:
         self._orders.send(line)
 
 
@@ -57,11 +57,11 @@ def far_link() -> Iterator[FarLink]:
     """Creates the namespace and the link, and removes them on exit."""
     ip("netns", "add", NAMESPACE)
     context = mp.get_context("spawn")
-    orders, theirs = context.Pipe()
-    process = context.Process(target=_carry, args=(theirs,), daemon=True)
+    orders, child_end = context.Pipe()
+    process = context.Process(target=_carry, args=(child_end,), daemon=True)
     try:
         process.start()
-        theirs.close()
+        child_end.close()
         orders.recv()  # both devices exist
         yield FarLink(orders)
     finally:

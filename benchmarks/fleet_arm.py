@@ -81,8 +81,8 @@ class FleetArm:
     async def _start(self) -> None:
         config = self._config
         context = mp.get_context("spawn")
-        pipe, theirs = context.Pipe()
-        self._drafter = context.Process(target=_draft, args=(config, theirs), daemon=True)
+        pipe, child_end = context.Pipe()
+        self._drafter = context.Process(target=_draft, args=(config, child_end), daemon=True)
         self._drafter.start()
         replica = await _target(config)
         self._server = target = await serve_target(replica, "127.0.0.1")  # keeps the server alive

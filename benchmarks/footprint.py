@@ -77,13 +77,13 @@ def until_first_token(url: str, model: str) -> None:
 
 def memory(command: psutil.Process) -> dict[str, float]:
     """Returns MiB by kind of process."""
-    taken: dict[str, float] = defaultdict(float)
+    used: dict[str, float] = defaultdict(float)
     for process in [command, *command.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
             title = " ".join(process.cmdline())
             kind = next((kind for kind, mark in KINDS if mark in title), OF_RAY)
-            taken[kind] += process.memory_full_info().pss / 2**20
-    return dict(taken)
+            used[kind] += process.memory_full_info().pss / 2**20
+    return dict(used)
 
 
 async def loaded_memory(url: str, model: str, streams: int, command: psutil.Process) -> dict[str, float]:
@@ -101,8 +101,8 @@ async def loaded_memory(url: str, model: str, streams: int, command: psutil.Proc
         running = asyncio.gather(*map(stream, range(streams)))
         while not running.done():
             await asyncio.sleep(1)
-            for kind, taken in (await asyncio.to_thread(memory, command)).items():
-                most[kind] = max(taken, most.get(kind, 0.0))
+            for kind, used in (await asyncio.to_thread(memory, command)).items():
+                most[kind] = max(used, most.get(kind, 0.0))
         await running
     return most
 

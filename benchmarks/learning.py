@@ -183,8 +183,8 @@ def phases(arguments: argparse.Namespace, console: Console) -> None:
         return {kind: score_draft(folder, own, draft.draft_tokens) for kind, own in data.held_out.items()}
 
     rows = learn_in_phases(arguments, console, learner, data.learned, "as shipped", draft.folder, scores)
-    if arguments.picture:
-        picture(rows, arguments.picture)
+    if arguments.save_plot:
+        save_plot(rows, arguments.save_plot)
 
 
 def heads(arguments: argparse.Namespace, console: Console) -> None:
@@ -274,7 +274,7 @@ def learn_in_phases(
     return rows
 
 
-def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def save_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws agreement by phase, one line per kind."""
     lines = {
         TITLES[kind]: [(phase, row["figures"][kind]["agreement"]) for phase, row in enumerate(rows)]
@@ -343,7 +343,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, metavar="OUT.svg", help="draw agreement by phase")
     parser.add_argument("--json", type=Path, help="write all figures here, after each part")
     arguments = parser.parse_args()
-    if arguments.picture:
+    if arguments.save_plot:
         require_matplotlib()
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(arguments.threads)

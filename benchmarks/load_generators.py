@@ -61,9 +61,9 @@ class Load:
         code = "import importlib.metadata as m, sys; print({d.name: d.version for d in m.distributions()}[sys.argv[1]])"
         for package in self.packages:
             python = Path(self.command[0]).with_name("python")
-            told = subprocess.run([python, "-c", code, package], capture_output=True, text=True, check=False)
-            if not told.returncode:
-                return f"{package} {told.stdout.strip()}"
+            found = subprocess.run([python, "-c", code, package], capture_output=True, text=True, check=False)
+            if not found.returncode:
+                return f"{package} {found.stdout.strip()}"
         raise SystemExit(f"{self.command[0]}: its environment lacks the package; install {' or '.join(self.packages)}")
 
 

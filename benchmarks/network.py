@@ -148,11 +148,11 @@ def main() -> None:
     except SlipstreamError as error:
         sys.exit(f"error: {error}")
     if arguments.json:
-        told = [
+        results = [
             {"line": name, "arms": [asdict(arm) for arm in one.arms], "speedups": [asdict(s) for s in one.speedups]}
             for name, one in reports
         ]
-        arguments.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

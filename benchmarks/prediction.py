@@ -104,7 +104,7 @@ def points_of(concurrencies: Iterable[int], draft_lengths: Sequence[int]) -> lis
     return found
 
 
-def orderings(results: Sequence[Result]) -> list[tuple[Result, Result, bool]]:
+def ordered_pairs(results: Sequence[Result]) -> list[tuple[Result, Result, bool]]:
     """Returns (faster, slower, predicted correctly) for clearly different modes at one concurrency and draft length.
 
     Non-speculative decoding is compared with every draft length.
@@ -307,7 +307,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
     console.print(results_table(results))
     within = sum(abs(result.error) <= BOUND for result in results)
     console.print(f"{within} of {len(results)} points within {BOUND:.0%}")
-    pairs = orderings(results)
+    pairs = ordered_pairs(results)
     console.print(f"{sum(right for *_, right in pairs)} of {len(pairs)} pairs of modes in the right order")
     for faster, slower, right in pairs:
         if not right:

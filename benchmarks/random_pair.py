@@ -84,8 +84,8 @@ def agreement(model: PreTrainedModel) -> float:
 
 
 @torch.inference_mode()
-def disturb(model: PreTrainedModel, wanted: float) -> float:
-    """Scales the layers until the greedy choice follows the cycle at the `wanted` rate; returns the actual rate."""
+def add_noise(model: PreTrainedModel, agreement_rate: float) -> float:
+    """Scales the layers until the greedy choice follows the cycle at `agreement_rate`; returns the actual rate."""
     weights = disturbing_weights(model)
     originals = [weight.clone() for weight in weights]
     least, most = 0.0, 1024.0
@@ -93,7 +93,7 @@ def disturb(model: PreTrainedModel, wanted: float) -> float:
         middle = (max(least, 1e-3) * most) ** 0.5
         for weight, original in zip(weights, originals, strict=True):
             weight.copy_(original * middle)
-        if agreement(model) > wanted:
+        if agreement(model) > agreement_rate:
             least = middle
         else:
             most = middle
@@ -126,7 +126,7 @@ def main() -> None:
     vocabulary = len(AutoTokenizer.from_pretrained(arguments.tokenizer))
     layers = SIZES[arguments.size]["num_hidden_layers"]
     target = random_model(config_of(arguments.size, vocabulary, layers), device)
-    found = disturb(target, arguments.agreement)
+    found = add_noise(target, arguments.agreement)
     save(target, arguments.tokenizer, arguments.folder / "target")
     del target
     draft = random_model(config_of(arguments.size, vocabulary, max(1, layers // DRAFT_PART)), device)

@@ -111,10 +111,10 @@ async def clients(url: str, body: str, streams: int) -> float:
     """Runs the clients in a child process; returns the elapsed seconds that they measured."""
     command = (sys.executable, str(HERE / "stream_clients.py"), url, body, str(streams))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    said, _ = await process.communicate()
+    output, _ = await process.communicate()
     if process.returncode:
         raise SystemExit(f"the clients failed with status {process.returncode}; see their output above")
-    return float(json.loads(said))
+    return float(json.loads(output))
 
 
 async def measure(checkouts: Mapping[str, Path], asked: Asked, rounds: int) -> dict[str, list[Cost]]:
@@ -139,10 +139,10 @@ async def profile(asked: Asked) -> list[dict[str, Any]]:
         profiling.enable()
         await clients(url, asked.body, asked.streams)
         profiling.disable()
-    return hottest(profiling)
+    return most_expensive(profiling)
 
 
-def hottest(profiling: cProfile.Profile, top: int = TOP) -> list[dict[str, Any]]:
+def most_expensive(profiling: cProfile.Profile, top: int = TOP) -> list[dict[str, Any]]:
     """Returns the functions with the most CPU time of their own in the event loop's thread."""
     stats: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = pstats.Stats(profiling).stats  # type: ignore[attr-defined]
     found = [

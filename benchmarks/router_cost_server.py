@@ -54,7 +54,7 @@ async def toy_cluster() -> AsyncIterator[Any]:
     sizes = {"pages": PAGES, "sessions": SESSIONS}
     options: dict[str, Any] = {name: size for name, size in sizes.items() if name in known}
     if "sessions" not in known:
-        enlarge_harness()
+        add_harness_load()
     if not hasattr(harness.Cluster, "hurry"):
         options["wrap_engine"] = lambda engine: engine  # the default wrapper delays each step by a model's step time
     async with harness.cluster(**options) as toy:
@@ -63,7 +63,7 @@ async def toy_cluster() -> AsyncIterator[Any]:
         yield toy
 
 
-def enlarge_harness() -> None:
+def add_harness_load() -> None:
     """Enlarges the harness of a checkout whose `cluster` has no `sessions` parameter."""
     for name in ("VerificationLimits", "VerifierLimits"):
         if hasattr(harness, name):
@@ -93,7 +93,7 @@ async def served() -> AsyncIterator[str]:
     )
     async with toy_cluster() as toy:
         codec = codec_of(tokenizer, (tokenizer.eos_token_id,))
-        api = create_api(toy.router, codec, config, metrics, _never_asked)
+        api = create_api(toy.router, codec, config, metrics, _unused_receive)
         server = uvicorn.Server(uvicorn.Config(api, log_level="error", lifespan="off"))
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:  # queues early connections
             serving = asyncio.create_task(server.serve([listening]))
@@ -102,7 +102,7 @@ async def served() -> AsyncIterator[str]:
             await serving
 
 
-async def _never_asked() -> Any:
+async def _unused_receive() -> Any:
     """Replaces the health check, which no client calls and whose signature differs by checkout."""
     raise NotImplementedError
 

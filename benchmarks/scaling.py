@@ -84,15 +84,15 @@ class Load:
         self._model = model
         self._prompts = prompts
         self._tasks: dict[bool, list[asyncio.Task[None]]] = {True: [], False: []}
-        self._wanted = {True: 0, False: 0}
+        self._wanted_streams = {True: 0, False: 0}
         self.running = {True: 0, False: 0}
         self.answered = 0
         self.failures: list[str] = []
 
-    def become(self, phase: Phase) -> None:
+    def set_phase(self, phase: Phase) -> None:
         """Starts missing streams; surplus streams stop after their current request."""
-        self._wanted = {True: phase.drafted, False: phase.plain}
-        for kind, wanted in self._wanted.items():
+        self._wanted_streams = {True: phase.drafted, False: phase.plain}
+        for kind, wanted in self._wanted_streams.items():
             self._tasks[kind] = [task for task in self._tasks[kind] if not task.done()]
             for place in range(len(self._tasks[kind]), wanted):
                 self._tasks[kind].append(asyncio.create_task(self._stream(kind, place)))
@@ -102,7 +102,7 @@ class Load:
 
     async def _stream(self, is_drafted: bool, place: int) -> None:
         turn = place
-        while place < self._wanted[is_drafted]:
+        while place < self._wanted_streams[is_drafted]:
             prompt = self._prompts[turn % len(self._prompts)]
             turn += 7
             self.running[is_drafted] += 1
@@ -131,7 +131,7 @@ async def record(url: str, model: str, prompts: Sequence[str], stretch: float) -
         began = time.monotonic()
         ends = began
         for phase in PHASES:
-            load.become(phase)
+            load.set_phase(phase)
             ends += stretch * phase.seconds
             while (now := time.monotonic()) < ends:
                 sizes = [await asyncio.to_thread(replicas, name) for name in ("Target", "Drafter")]
@@ -156,7 +156,7 @@ def three_nodes() -> Iterator[str]:
         cluster.shutdown()
 
 
-def picture(samples: Sequence[Sample], path: Path) -> None:
+def save_plot(samples: Sequence[Sample], path: Path) -> None:
     """Plots requests in flight and, below them, replicas over time."""
     from matplotlib import pyplot
 
@@ -204,10 +204,10 @@ def main() -> None:
         failures = load.failures
         print(f"{load.answered} requests answered, {len(failures)} failed; {failures[:3]}")
         if arguments.json:
-            told = {"phases": [asdict(phase) for phase in PHASES], "samples": [asdict(sample) for sample in samples]}
-            arguments.json.write_text(json.dumps(told) + "\n", encoding="utf-8")
-    if arguments.picture:
-        picture(samples, arguments.picture)
+            results = {"phases": [asdict(phase) for phase in PHASES], "samples": [asdict(sample) for sample in samples]}
+            arguments.json.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    if arguments.save_plot:
+        save_plot(samples, arguments.save_plot)
     sys.exit(1 if failures else 0)
 
 

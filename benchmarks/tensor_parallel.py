@@ -99,17 +99,21 @@ def seconds(work: Callable[[], None]) -> float:
 @torch.inference_mode()
 def whole(setting: Setting, threads: int, pipe: Connection) -> None:
     """Runs the process with the whole model."""
-    obey(pipe, {side: Side(setting, SingleRank(), count) for side, count in zip(WHOLE, (1, threads), strict=True)})
+    serve_commands(
+        pipe, {side: Side(setting, SingleRank(), count) for side, count in zip(WHOLE, (1, threads), strict=True)}
+    )
 
 
 @torch.inference_mode()
 def a_rank(rank: int, setting: Setting, meeting: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=setting.ranks)
-    obey(pipe, {side: Side(setting, group) for side, group in zip(SPLIT, (join(CPU), TorchGroup()), strict=True)})
+    serve_commands(
+        pipe, {side: Side(setting, group) for side, group in zip(SPLIT, (join(CPU), TorchGroup()), strict=True)}
+    )
 
 
-def obey(pipe: Connection, sides: dict[str, Side]) -> None:
+def serve_commands(pipe: Connection, sides: dict[str, Side]) -> None:
     pipe.send([asdict(side.load) for side in sides.values()])
     while (order := pipe.recv()) is not None:
         pipe.send(sides[order.side].measure(order))
@@ -176,12 +180,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write the result here")
-    given = parser.parse_args()
-    setting = Setting(given.folder, given.dtype, given.ranks, given.context, given.repeats)
-    result = compare(setting, given.threads, given.rounds)
+    arguments = parser.parse_args()
+    setting = Setting(arguments.folder, arguments.dtype, arguments.ranks, arguments.context, arguments.repeats)
+    result = compare(setting, arguments.threads, arguments.rounds)
     Console().print(table(result))
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=2) + "\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -90,13 +90,13 @@ def computing_seconds(core: Any) -> Callable[[], float]:
     executor.execute_model = counted(executor.execute_model)
     executor.sample_tokens = counted(executor.sample_tokens)
 
-    def taken() -> float:
+    def elapsed() -> float:
         nonlocal spent
         seconds = spent
         spent = 0.0
         return seconds
 
-    return taken
+    return elapsed
 
 
 def measure(config: SlipstreamConfig, rows: Sequence[int], tokens: int, steps: int, console: Console) -> None:
@@ -112,7 +112,7 @@ def measure(config: SlipstreamConfig, rows: Sequence[int], tokens: int, steps: i
     for count in rows:
         ragged = [chooser.randrange(tokens + 1) for _ in range(count)]
         kinds = {"none": [0] * count, f"all of {tokens}": [tokens] * count, "ragged": ragged}
-        taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+        elapsed: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
         sessions = SteppedSessions(core, config.model.max_context, Sampling(temperature=1.0))
         sessions.begin(count)
         for _ in range(steps):
@@ -121,9 +121,9 @@ def measure(config: SlipstreamConfig, rows: Sequence[int], tokens: int, steps: i
                 began = time.perf_counter()
                 sessions.step(lengths)
                 seconds = time.perf_counter() - began
-                taken[kind].append((seconds, seconds - computing()))
+                elapsed[kind].append((seconds, seconds - computing()))
         sessions.end()
-        for kind, found in taken.items():
+        for kind, found in elapsed.items():
             step_ms, adapter_ms = [1e3 * statistics.median(column) for column in zip(*found, strict=True)]
             table.add_row(str(count), kind, f"{step_ms:.2f}", f"{adapter_ms:.2f}")
     core.close()

@@ -64,7 +64,7 @@ def quoting_writer() -> TextCodec:
     return _codec(_QUOTED_CALL)
 
 
-class Sayings:
+class GrammarSampler:
     """Draws texts that a grammar allows, with all allowed tokens equally likely."""
 
     def __init__(self, codec: TextCodec) -> None:

@@ -255,8 +255,8 @@ async def _at_target(sent: Sequence[Sent]) -> None:
         if not step():
             break
         now += 0.01
-    told = [message for message in outbox._due if isinstance(message, Verdict)]
-    tokens = tuple(token for verdict in told for token in verdict.tokens)
+    verdicts = [message for message in outbox._due if isinstance(message, Verdict)]
+    tokens = tuple(token for verdict in verdicts for token in verdict.tokens)
     assert tokens == tuple(range(len(PROMPT) + 1, len(PROMPT) + 1 + TOKENS)), "the honest session came to its end"
     for stream in (*streams.values(), router):
         target.stream_down(stream)

@@ -73,7 +73,7 @@ def with_mistakes(sentence: str, rng: random.Random) -> str:
         elif word in _DROPPED and chance < 0.3:
             continue
         elif len(word) > 4 and word.isalpha() and chance < 0.15:
-            words.append(misspelt(word, rng))
+            words.append(misspell(word, rng))
         elif len(word) > 4 and word.endswith("s") and chance < 0.4:
             words.append(word[:-1])
         elif word.endswith("ed") and chance < 0.4:
@@ -84,7 +84,7 @@ def with_mistakes(sentence: str, rng: random.Random) -> str:
     return text[:1].lower() + text[1:].rstrip(".") if rng.random() < 0.3 else text
 
 
-def misspelt(word: str, rng: random.Random) -> str:
+def misspell(word: str, rng: random.Random) -> str:
     """Drops, doubles or swaps one letter of a word."""
     at = rng.randrange(1, len(word) - 2)
     replacements = (word[at + 1], word[at] * 2 + word[at + 1], word[at + 1] + word[at])

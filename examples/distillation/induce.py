@@ -64,11 +64,11 @@ def settle(model: PreTrainedModel, tokens: Tensor, config: TrainConfig, quiet: Q
     for index in (first, last):
         model.get_decoder().layers[index].mlp.down_proj.weight.zero_()
     model.get_decoder().layers[first].self_attn.o_proj.weight.mul_(quiet.previous)
-    aim(model, tokens, last, config.guided_heads, quiet.copying)
+    set_projections(model, tokens, last, config.guided_heads, quiet.copying)
 
 
 @torch.no_grad()
-def aim(model: PreTrainedModel, tokens: Tensor, layer: int, heads: int, strength: float) -> None:
+def set_projections(model: PreTrainedModel, tokens: Tensor, layer: int, heads: int, strength: float) -> None:
     """Makes a layer's heads output the embedding of the attended token, which raises that token's logit.
 
     The values are a least-squares estimate of the token's embedding from the layer's input. The key-value heads share

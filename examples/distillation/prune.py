@@ -73,29 +73,29 @@ class Layers:
         return float(-(probe.top_probs * logs).sum(dim=1).mean()), float(agreed)
 
     @torch.inference_mode()
-    def without_one(self, kept: list[int]) -> tuple[int, float, float]:
+    def without_least_useful(self, layers_left: list[int]) -> tuple[int, float, float]:
         """Returns the least important layer with the loss and agreement without it; never the first or last layer."""
         best = (-1, float("inf"), 0.0)
-        hidden = self.after(self._embedded, kept[0])
-        for place in range(1, len(kept) - 1):
+        hidden = self.after(self._embedded, layers_left[0])
+        for place in range(1, len(layers_left) - 1):
             rest = hidden
-            for layer in kept[place + 1 :]:
+            for layer in layers_left[place + 1 :]:
                 rest = self.after(rest, layer)
-            best = min(best, (kept[place], *self.loss(rest)), key=lambda found: found[1])
-            hidden = self.after(hidden, kept[place])
+            best = min(best, (layers_left[place], *self.loss(rest)), key=lambda found: found[1])
+            hidden = self.after(hidden, layers_left[place])
         return best
 
 
 @torch.no_grad()
-def with_layers(target: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
-    """Returns a model of the target's architecture with only the `kept` layers."""
-    config = type(target.config).from_dict({**target.config.to_dict(), "num_hidden_layers": len(kept)})
+def with_layers(target: PreTrainedModel, layers_left: list[int]) -> PreTrainedModel:
+    """Returns a model of the target's architecture with only the `layers_left` layers."""
+    config = type(target.config).from_dict({**target.config.to_dict(), "num_hidden_layers": len(layers_left)})
     draft = type(target)(config).to(target.dtype)
     old = target.get_decoder()
     new = draft.get_decoder()
     new.embed_tokens.load_state_dict(old.embed_tokens.state_dict())
     new.norm.load_state_dict(old.norm.state_dict())
-    for place, layer in enumerate(kept):
+    for place, layer in enumerate(layers_left):
         new.layers[place].load_state_dict(old.layers[layer].state_dict())
     return draft
 
@@ -118,15 +118,17 @@ def main() -> None:
     target = TargetSource(arguments.target, arguments.gguf_file).load_model(torch.bfloat16)
     examples = [example for path in arguments.data for example in read_chunk(path)]
     layers = Layers(target, Probe.of(examples, arguments.sequences, arguments.length))
-    kept = list(range(target.config.num_hidden_layers))
-    while len(kept) > min(arguments.layers):
-        gone, loss, agreement = layers.without_one(kept)
-        kept.remove(gone)
-        console.print(f"{len(kept)} layers without {gone}: loss {loss:.3f}, agreement {agreement:.3f}: {kept}")
-        if len(kept) in arguments.layers:
+    layers_left = list(range(target.config.num_hidden_layers))
+    while len(layers_left) > min(arguments.layers):
+        removed, loss, agreement = layers.without_least_useful(layers_left)
+        layers_left.remove(removed)
+        console.print(
+            f"{len(layers_left)} layers without {removed}: loss {loss:.3f}, agreement {agreement:.3f}: {layers_left}"
+        )
+        if len(layers_left) in arguments.layers:
             several = len(arguments.layers) > 1
-            folder = arguments.out.with_name(f"{arguments.out.name}-{len(kept)}") if several else arguments.out
-            with_layers(target, kept).save_pretrained(folder)
+            folder = arguments.out.with_name(f"{arguments.out.name}-{len(layers_left)}") if several else arguments.out
+            with_layers(target, layers_left).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ def prompt_ids(tokenizer: Any, path: Path) -> list[list[int]]:
     """Reads the prompts of a file as token ids. Raises ModelError for a line with neither `prompt` nor `messages`."""
     found = []
     for number, line in enumerate(filter(None, path.read_text(encoding="utf-8").splitlines()), start=1):
-        said = json.loads(line)
-        if not isinstance(said, dict) or not {"prompt", "messages"} & said.keys():
+        record = json.loads(line)
+        if not isinstance(record, dict) or not {"prompt", "messages"} & record.keys():
             raise ModelError(f'{path}, line {number}: expected {{"prompt": ...}} or {{"messages": [...]}}')
-        found.append(chat_ids(tokenizer, said.get("messages") or [{"role": "user", "content": said["prompt"]}]))
+        found.append(chat_ids(tokenizer, record.get("messages") or [{"role": "user", "content": record["prompt"]}]))
     return found
 
 

@@ -11,7 +11,7 @@ ON_ITS_WAY_S = 2.0  # time during which streams may deliver tokens decided befor
 
 
 @dataclass(frozen=True)
-class Blow:
+class Failure:
     """Injected failure."""
 
     kind: str
@@ -42,12 +42,12 @@ class Sizes:
     running: Mapping[str, int]
 
 
-def stall_s(blow: Blow, streams: Sequence[Stream]) -> float:
+def stall_s(failure: Failure, streams: Sequence[Stream]) -> float:
     """Returns the longest stall of a stream that began at the failure or soon after.
 
     Tokens in transit at the failure still arrive.
     """
-    return max([pause for stream in streams for pause in _pauses(stream, blow.at_s)], default=0.0)
+    return max([pause for stream in streams for pause in _pauses(stream, failure.at_s)], default=0.0)
 
 
 def _pauses(stream: Stream, at_s: float) -> Iterator[float]:
@@ -56,45 +56,45 @@ def _pauses(stream: Stream, at_s: float) -> Iterator[float]:
             yield ended_s - max(began_s, at_s)
 
 
-def whole_s(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int]) -> float | None:
+def whole_s(failure: Failure, sizes: Sequence[Sizes], wanted: Mapping[str, int]) -> float | None:
     """Returns the seconds until the affected pools were complete again; None if they lost nothing or are incomplete."""
     lacking = False
     for one in sizes:
-        if one.at_s <= blow.at_s:
+        if one.at_s <= failure.at_s:
             continue
-        lacks = _lacks(blow, one, wanted)
+        lacks = _lacks(failure, one, wanted)
         if lacking and not lacks:
-            return one.at_s - blow.at_s
-        if not lacking and one.at_s > blow.noticed_by_s:
+            return one.at_s - failure.at_s
+        if not lacking and one.at_s > failure.noticed_by_s:
             return None
         lacking = lacking or lacks
     return None
 
 
-def is_open(blow: Blow, sizes: Sequence[Sizes], wanted: Mapping[str, int], now_s: float) -> bool:
+def is_open(failure: Failure, sizes: Sequence[Sizes], wanted: Mapping[str, int], now_s: float) -> bool:
     """Returns whether the pools lack a replica, or may still have to notice its loss."""
-    if not blow.pools or whole_s(blow, sizes, wanted) is not None:
+    if not failure.pools or whole_s(failure, sizes, wanted) is not None:
         return False
-    after = [one for one in sizes if blow.at_s < one.at_s <= blow.noticed_by_s]
-    return now_s <= blow.noticed_by_s or any(_lacks(blow, one, wanted) for one in after)
+    after = [one for one in sizes if failure.at_s < one.at_s <= failure.noticed_by_s]
+    return now_s <= failure.noticed_by_s or any(_lacks(failure, one, wanted) for one in after)
 
 
-def _lacks(blow: Blow, one: Sizes, wanted: Mapping[str, int]) -> bool:
-    return any(one.running.get(pool, 0) < wanted[pool] for pool in blow.pools)
+def _lacks(failure: Failure, one: Sizes, wanted: Mapping[str, int]) -> bool:
+    return any(one.running.get(pool, 0) < wanted[pool] for pool in failure.pools)
 
 
 def table(
-    blows: Sequence[Blow], streams: Sequence[Stream], sizes: Sequence[Sizes], wanted: Mapping[str, int]
+    failures: Sequence[Failure], streams: Sequence[Stream], sizes: Sequence[Sizes], wanted: Mapping[str, int]
 ) -> list[str]:
     """Formats results by kind of failure, as Markdown."""
     lines = [
-        "| blow | times | longest pause of a stream, s | until the pool is whole, s |",
+        "| failure | times | longest pause of a stream, s | until the pool is whole, s |",
         "|---|---|---|---|",
     ]
-    for kind in sorted({blow.kind for blow in blows}):
-        alike = [blow for blow in blows if blow.kind == kind]
-        pauses = [stall_s(blow, streams) for blow in alike]
-        repairs = [took for blow in alike if (took := whole_s(blow, sizes, wanted)) is not None]
+    for kind in sorted({failure.kind for failure in failures}):
+        alike = [failure for failure in failures if failure.kind == kind]
+        pauses = [stall_s(failure, streams) for failure in alike]
+        repairs = [took for failure in alike if (took := whole_s(failure, sizes, wanted)) is not None]
         lines.append(f"| {kind} | {len(alike)} | {_spread(pauses)} | {_spread(repairs)} |")
     return lines
 

@@ -30,7 +30,7 @@ class Named:
         await self._app(scope, receive, named)
 
 
-class TellingRouter(RouterDeployment):  # type: ignore[misc]  # Serve's decorator has no type
+class ReportingRouter(RouterDeployment):  # type: ignore[misc]  # Serve's decorator has no type
     """Real router that adds its process id to every answer."""
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -41,5 +41,5 @@ class TellingRouter(RouterDeployment):  # type: ignore[misc]  # Serve's decorato
 
 def build(args: Mapping[str, Any]) -> serve.Application:
     """Builds the application; runs in a separate process."""
-    serve_app.app.RouterDeployment = TellingRouter  # type: ignore[misc]
+    serve_app.app.RouterDeployment = ReportingRouter  # type: ignore[misc]
     return serve_app.app.build(args)

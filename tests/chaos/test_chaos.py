@@ -24,10 +24,10 @@ from rich.console import Console
 from serve_app.app import APPLICATION
 from serve_app.cli.demo import demo_config
 from serve_app.operations.local import checked_port, serving
-from tests.chaos.blows import KINDS, Scene, grpc_ports
 from tests.chaos.deck import Deck
+from tests.chaos.failures import KINDS, Scene, grpc_ports
 from tests.chaos.load import Answer, Load, Request
-from tests.chaos.recovery import Blow, Sizes, Stream, is_open, table
+from tests.chaos.recovery import Failure, Sizes, Stream, is_open, table
 from tests.exhaustive.small_target import make_small_target
 from tests.integration.serving import EXACT, Reference, Served, built_by
 from tests.integration.test_serving import assert_nothing_left, eventually
@@ -79,7 +79,7 @@ class Chaos:
 def chaos(request: pytest.FixtureRequest) -> Chaos:
     option = request.config.getoption
     kinds = [kind.strip() for kind in option("--kinds").split(",") if kind.strip()] or list(KINDS)
-    assert set(kinds) <= set(KINDS), f"kinds of blows are {', '.join(KINDS)}"
+    assert set(kinds) <= set(KINDS), f"kinds of failures are {', '.join(KINDS)}"
     seed = option("--chaos-seed")
     seed = random.randrange(2**32) if seed is None else seed
     return Chaos(option("--minutes"), option("--every"), kinds, seed, option("--overlap"))
@@ -142,11 +142,11 @@ def undisturbed(served: Served) -> list[str]:
 
 
 @dataclass
-class Struck:
+class ChaosRecord:
     """Injected failures, and running replicas over time."""
 
     began_s: float
-    blows: list[Blow] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     sizes: list[Sizes] = field(default_factory=list)
 
     def look(self) -> None:
@@ -158,44 +158,46 @@ class Struck:
 
     def at_work(self, now_s: float) -> frozenset[str]:
         """Returns the pools that may not have recovered from a failure."""
-        return frozenset(pool for blow in self.blows if is_open(blow, self.sizes, WANTED, now_s) for pool in blow.pools)
+        return frozenset(
+            pool for failure in self.failures if is_open(failure, self.sizes, WANTED, now_s) for pool in failure.pools
+        )
 
 
-def strike(scene: Scene, chaos: Chaos, struck: Struck) -> None:
+def strike(scene: Scene, chaos: Chaos, record: ChaosRecord) -> None:
     """Injects failures until the time limit, then completes their follow-ups."""
     deck = Deck(chaos.kinds, scene.rng)
-    began = struck.began_s
+    began = record.began_s
     until = began + 60 * chaos.minutes
     next_s = began + chaos.every_s
     while (now := time.monotonic()) < until or not scene.is_over:
         scene.add_nodes_due(now)
-        struck.look()
+        record.look()
         if next_s <= now < until:
-            at_work = frozenset() if chaos.overlaps else struck.at_work(now)
+            at_work = frozenset() if chaos.overlaps else record.at_work(now)
             kind = deck.draw(lambda kind, at_work=at_work: at_work.isdisjoint(KINDS[kind].pools))
-            if kind is not None and (blow := KINDS[kind].strike(scene)) is not None:
-                struck.blows.append(blow)
-                print(f"{now - began:6.1f} s  {blow.kind}: {blow.struck}", flush=True)
+            if kind is not None and (failure := KINDS[kind].strike(scene)) is not None:
+                record.failures.append(failure)
+                print(f"{now - began:6.1f} s  {failure.kind}: {failure.record}", flush=True)
                 next_s = now + scene.rng.uniform(0.3, 1.7) * chaos.every_s
         time.sleep(LOOK_S)
 
 
-def under_blows(load: Load, scene: Scene, chaos: Chaos, struck: Struck) -> None:
+def with_failures(load: Load, scene: Scene, chaos: Chaos, record: ChaosRecord) -> None:
     """Runs the load in its own thread, because Ray starts nodes only in the main thread."""
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(asyncio.run, load.run())
         try:
-            strike(scene, chaos, struck)
-            eventually(lambda: is_whole_again(struck), "all replicas run again", SETTLED_S)
+            strike(scene, chaos, record)
+            eventually(lambda: has_recovered(record), "all replicas run again", SETTLED_S)
         finally:
             scene.let_all_go_on()
             load.stop()
         running.result()
 
 
-def is_whole_again(struck: Struck) -> bool:
-    struck.look()
-    return not struck.at_work(time.monotonic()) and are_all_running()
+def has_recovered(record: ChaosRecord) -> bool:
+    record.look()
+    return not record.at_work(time.monotonic()) and are_all_running()
 
 
 def is_excused(answer: Answer, scene: Scene) -> bool:
@@ -211,16 +213,18 @@ def test_chaos(nodes: Cluster, served: Served, chaos: Chaos, request: pytest.Fix
     scene = Scene(nodes, lambda: add_node(nodes), random.Random(chaos.seed))
     print(f"\n{chaos}")
     load = Load(served.url, MODEL, TOKENS, REQUESTS)
-    struck = Struck(time.monotonic())
-    under_blows(load, scene, chaos, struck)
+    record = ChaosRecord(time.monotonic())
+    with_failures(load, scene, chaos, record)
 
     failed = [answer for answer in load.answers if answer.error is not None]
     excused = [answer for answer in failed if is_excused(answer, scene)]
     streams = [Stream(one.began_s, one.came_s) for one in load.answers]
-    lines = table(struck.blows, streams, struck.sizes, WANTED)
+    lines = table(record.failures, streams, record.sizes, WANTED)
     print("\n".join(lines))
-    print(f"{len(load.answers)} requests under {len(struck.blows)} blows; {len(excused)} failed with their routers")
-    if missed := sorted(set(chaos.kinds) - {blow.kind for blow in struck.blows}):
+    print(
+        f"{len(load.answers)} requests under {len(record.failures)} failures; {len(excused)} failed with their routers"
+    )
+    if missed := sorted(set(chaos.kinds) - {failure.kind for failure in record.failures}):
         print(f"there was no time for: {', '.join(missed)}")
     if file := request.config.getoption("--table"):
         Path(file).write_text("\n".join(lines) + "\n")
@@ -233,10 +237,10 @@ def test_chaos(nodes: Cluster, served: Served, chaos: Chaos, request: pytest.Fix
     assert not wrong
     assert all(answer.error or answer.finish for answer in load.answers)
     assert all(texts[answer.request].startswith(answer.text) for answer in excused)
-    nothing_is_left(served, scene)
+    check_no_leaks(served, scene)
 
 
-def nothing_is_left(served: Served, scene: Scene) -> None:
+def check_no_leaks(served: Served, scene: Scene) -> None:
     """Fails if the idle deployment leaks sessions, pages, streams or processes."""
     assert_nothing_left(served)
     counts = {role: len(scene.processes(role)) for role in (*WANTED, "Rank")}

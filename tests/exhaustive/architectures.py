@@ -372,7 +372,7 @@ def written_outcomes() -> dict[str, Outcome]:
     return outcomes
 
 
-def try_all(names: list[str]) -> Iterator[tuple[str, Outcome]]:
+def outcomes_of(names: list[str]) -> Iterator[tuple[str, Outcome]]:
     for name in names:
         outcome = try_architecture(name)
         print(f"{name:36} {outcome.kind:10} {outcome.reason}", flush=True)
@@ -384,7 +384,7 @@ def main() -> None:
     logging.disable(logging.ERROR)
     transformers.logging.disable_progress_bar()
     names = [name for name in sys.argv[1:] if name != "--table"]
-    outcomes = dict(try_all(names or list(CASES)))
+    outcomes = dict(outcomes_of(names or list(CASES)))
     print(dict(Counter(outcome.kind for outcome in outcomes.values())))
     if "--table" in sys.argv:
         tried = {name: Outcome(one.kind, brief(one.reason)) for name, one in outcomes.items()}

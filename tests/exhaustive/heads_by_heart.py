@@ -35,7 +35,7 @@ RIDGE = 1e-3  # relative to the mean square of the inputs, which arrive rounded
 NARROW = 64  # width of the layer that outputs zero
 
 
-class HeadsByHeart:
+class MemorizedHeads:
     """Heads fitted to a target's greedy answers to some prompts, up to a token limit."""
 
     def __init__(self, target: Path, prompts: tuple[str, ...], answer: int, scratch: Path) -> None:

@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 import serve_app.app
 from cluster.config import SlipstreamConfig
 from serve_app.deployments import DraftDeployment
-from tests.exhaustive.noisy_drafter import AfterTokens, TurnsToNoise
+from tests.exhaustive.noisy_drafter import AfterTokens, BecomingNoisyMethod
 
 MARK = "SLIPSTREAM_TEST_NOISY_DRAFTER"  # path of a file; the drafter that creates it becomes noisy
 GOOD_TOKENS = 200
@@ -36,7 +36,7 @@ class OneIsNoisy(DraftDeployment):
     ) -> None:
         await super().__init__(config, targets)  # type: ignore[misc]
         if is_first(Path(os.environ[MARK]), self._server.address):
-            self._drafter._method = TurnsToNoise(self._drafter._method, AfterTokens(GOOD_TOKENS), VOCABULARY)
+            self._drafter._method = BecomingNoisyMethod(self._drafter._method, AfterTokens(GOOD_TOKENS), VOCABULARY)
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:

@@ -9,7 +9,7 @@ from cluster.drafting.requests import LookaheadRequest, Proposal
 from protos.messages import DraftRequest
 
 
-class TurnsToNoise:
+class BecomingNoisyMethod:
     """Drafting method with wrong tokens in every proposal that `is_bad` selects."""
 
     def __init__(self, method: DraftingMethod, is_bad: Callable[[Proposal], bool], vocabulary: int) -> None:

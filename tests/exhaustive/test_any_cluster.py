@@ -82,8 +82,8 @@ def answer(config_file: Path) -> str:
 
 def application(cluster: Cluster) -> dict[str, Any]:
     with connected(cluster.address):
-        told: dict[str, Any] = serve_details()["applications"]["slipstream"]
-        return told
+        output: dict[str, Any] = serve_details()["applications"]["slipstream"]
+        return output
 
 
 def published(cluster: Cluster) -> Members:
@@ -117,11 +117,11 @@ def test_the_doctor_names_faults_by_node(cluster: Cluster, config_file: Path) ->
     with socket.create_server(("127.0.0.1", port)):
         examined = slipstream(cluster, "doctor", config_file, *overrides)
     assert examined.returncode == 1, examined.stdout + examined.stderr
-    told = examined.stdout
-    assert "there is no model folder /no/such/folder" in told
-    assert f"cannot listen on 127.0.0.1:{port}" in told
-    assert told.count("Ray drains the node for 60 s, but its replicas may take 65 s") == 3
-    assert "a target replica needs 1.6 CPU on one node with pool=target, but no node has more than 1 CPU" in told
+    output = examined.stdout
+    assert "there is no model folder /no/such/folder" in output
+    assert f"cannot listen on 127.0.0.1:{port}" in output
+    assert output.count("Ray drains the node for 60 s, but its replicas may take 65 s") == 3
+    assert "a target replica needs 1.6 CPU on one node with pool=target, but no node has more than 1 CPU" in output
 
 
 def test_nodes_call_each_other_with_the_credentials_of_replicas(cluster: Cluster, config_file: Path) -> None:

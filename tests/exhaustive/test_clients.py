@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from transformers.cli.serving.utils import get_response_template
 
 from serve_app.cli.demo import demo_config
-from tests.exhaustive.schemas import ASKED
+from tests.exhaustive.schemas import SCHEMA_PROMPTS
 from tests.exhaustive.test_tool_calls import SCHEMAS, TEMPLATE, TOOLS
 from tests.integration.serving import Served, demo_served
 from tests.integration.test_serving import assert_nothing_left
@@ -31,7 +31,7 @@ AT_ONCE = 8
 MAX_TOKENS = 400  # per answer; truncated answers do not count
 TEMPERATURES = (0.0, 0.7, 1.0)
 ROUND_TRIPS = 6
-SPOKEN_TOKENS = 48  # per answer to a tool result
+ANSWER_TOKENS = 48  # per answer to a tool result
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ async def test_every_answer_validates_against_its_schema(served: Served, capsys:
     client = served.async_client
 
     async def one(index: int) -> ChatCompletion:
-        asked = ASKED[index % len(ASKED)]
+        asked = SCHEMA_PROMPTS[index % len(SCHEMA_PROMPTS)]
         form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": asked.schema, "strict": True}}
         async with places:
             return await client.chat.completions.create(
@@ -102,7 +102,9 @@ def fault_of(index: int, answer: ChatCompletion) -> str | None:
     if choice.finish_reason != "stop":
         return f"it ended by {choice.finish_reason}: {choice.message.content!r}"
     try:
-        Draft202012Validator(ASKED[index % len(ASKED)].schema).validate(json.loads(choice.message.content or ""))
+        Draft202012Validator(SCHEMA_PROMPTS[index % len(SCHEMA_PROMPTS)].schema).validate(
+            json.loads(choice.message.content or "")
+        )
     except (ValueError, ValidationError) as error:
         return f"{error}: {choice.message.content!r}"
     return None
@@ -121,7 +123,7 @@ def drafts(answer: ChatCompletion) -> Counter[str]:
 def test_a_streamed_call_is_answered_and_the_conversation_goes_on(served: Served, capsys: Any) -> None:
     counts: Counter[str] = Counter()
     for index in range(ROUND_TRIPS):
-        messages: list[Any] = [{"role": "user", "content": ASKED[index].prompt}]
+        messages: list[Any] = [{"role": "user", "content": SCHEMA_PROMPTS[index].prompt}]
         must_call = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": MAX_TOKENS}
         called = Streamed(served, messages, index, **must_call)
         (call,) = called.calls.values()
@@ -136,13 +138,13 @@ def test_a_streamed_call_is_answered_and_the_conversation_goes_on(served: Served
             }
         )
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": json.dumps({"done": True})})
-        spoken = Streamed(served, messages, index, tool_choice="none", max_tokens=SPOKEN_TOKENS)
-        assert not spoken.calls
-        assert spoken.text
-        assert spoken.finish in ("stop", "length")
+        answer = Streamed(served, messages, index, tool_choice="none", max_tokens=ANSWER_TOKENS)
+        assert not answer.calls
+        assert answer.text
+        assert answer.finish in ("stop", "length")
         unasked = Streamed(served, messages[:1], index, tool_choice="none", max_tokens=1)
-        assert spoken.prompt_tokens > unasked.prompt_tokens, "the call and its result are in the prompt"
-        counts.update(calls=1, accepted=called.accepted + spoken.accepted)
+        assert answer.prompt_tokens > unasked.prompt_tokens, "the call and its result are in the prompt"
+        counts.update(calls=1, accepted=called.accepted + answer.accepted)
         counts[f"calls of {call['name']}"] += 1
     with capsys.disabled():
         print(f"\n{ROUND_TRIPS} round trips: {dict(counts)}")

@@ -23,7 +23,7 @@ from tests.lossless.test_distribution import (
 )
 from tests.lossless.test_parameters import drawn
 from tests.lossless.test_suffix_lookup import p_value_over_answers_of_others
-from tests.lossless.world import calm, stormy
+from tests.lossless.world import calm, lossy_delays
 
 WORLDS = 240
 WORLDS_OF_EACH = 120  # worlds per parameter
@@ -49,13 +49,13 @@ def test_drafting_ahead_for_several_outcomes_keeps_the_distribution(schedule, pa
     assert p_value(setting, drafted_ahead(setting, range(WORLDS))) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schedule", [calm, lossy_delays], ids=lambda s: s.__name__)
 def test_losses_lookups_and_dear_verification_keep_the_distribution(schedule):
     exact = test_pools.exact_distribution(test_pools.FEW_PROMPT)
     assert p_value_of(exact, test_pools.texts_with_losses(schedule, WORLDS)) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schedule", [calm, lossy_delays], ids=lambda s: s.__name__)
 def test_suffix_lookup_keeps_the_distribution(schedule):
     assert p_value_over_answers_of_others(schedule, WORLDS) > FALSE_ALARM
 
@@ -72,7 +72,7 @@ def with_a_sibling(block: Block, rng: random.Random) -> Block:
 @pytest.mark.parametrize("name", FEW_PARAMETERS)
 @pytest.mark.parametrize(
     ("shape", "rule", "schedule", "altered"),
-    [("chain", Acceptance.REJECTION, stormy, None), ("tree", Acceptance.COUPLED, calm, with_a_sibling)],
+    [("chain", Acceptance.REJECTION, lossy_delays, None), ("tree", Acceptance.COUPLED, calm, with_a_sibling)],
     ids=["chain", "tree"],
 )
 def test_each_parameter_has_its_own_distribution_without_a_seed(shape, rule, schedule, altered, name):

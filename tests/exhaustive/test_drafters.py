@@ -27,7 +27,7 @@ from rich.table import Table
 
 from actors.drafters.registry import MODULES
 from serve_app.cli.demo import demo_config
-from tests.exhaustive.heads_by_heart import HeadsByHeart
+from tests.exhaustive.heads_by_heart import MemorizedHeads
 from tests.exhaustive.test_exactness import homogeneity
 from tests.integration.serving import Reference, Served, demo_served
 from tests.integration.test_serving import assert_nothing_left
@@ -71,7 +71,7 @@ OTHERS = {  # configurations of methods that need no head
 }
 IMPOSSIBLE = {"mtp"}
 # Their drafts are so rarely accepted without a seed that the adaptive schedule requests almost none.
-SELDOM_RIGHT = {"layer_skip", "mlp_speculator", "dflash"}
+LOW_ACCEPTANCE = {"layer_skip", "mlp_speculator", "dflash"}
 SERVERS = [*product([*OTHERS, *LAYOUTS], (1, 3))]
 
 
@@ -94,8 +94,8 @@ class Plainly:
 
 
 @pytest.fixture(scope="session")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> HeadsByHeart:
-    return HeadsByHeart(Path(demo_config().model.target), PROMPTS, ANSWER, tmp_path_factory.mktemp("heads"))
+def heads(tmp_path_factory: pytest.TempPathFactory) -> MemorizedHeads:
+    return MemorizedHeads(Path(demo_config().model.target), PROMPTS, ANSWER, tmp_path_factory.mktemp("heads"))
 
 
 @pytest.fixture(scope="session")
@@ -120,14 +120,14 @@ def server(request: pytest.FixtureRequest) -> tuple[str, int]:
 
 
 @pytest.fixture(scope="module")
-def served(server: tuple[str, int], heads: HeadsByHeart) -> Iterator[Served]:
+def served(server: tuple[str, int], heads: MemorizedHeads) -> Iterator[Served]:
     """Runs one server per method and tensor-parallel size, with the default schedule if it drafts."""
     name, ranks = server
     draft = OTHERS.get(name) or f"method: {LAYOUTS[name]}, model: {heads.folder(name)}"
     with demo_served(
         f"draft={{{draft}, resources: {{num_cpus: 0.3}}}}",
         f"target.tensor_parallel={ranks}",
-        f"speculation.schedule={'lock_step' if name in SELDOM_RIGHT else 'adaptive'}",
+        f"speculation.schedule={'lock_step' if name in LOW_ACCEPTANCE else 'adaptive'}",
         "target.resources_per_rank.num_cpus=0.3",
     ) as served:
         yield served
@@ -157,7 +157,7 @@ async def asked(
     return Answers([text for text, _, _ in found], sum(each[1] for each in found), sum(each[2] for each in found))
 
 
-async def asked_until_accepted(served: Served, nodes: int, **options: object) -> list[Answers]:
+async def ask_until_accepted(served: Served, nodes: int, **options: object) -> list[Answers]:
     """Sends each prompt alone, then all together, until some drafts have been accepted."""
     rounds: list[Answers] = []
     for _ in range(PATIENCE):
@@ -174,7 +174,7 @@ def test_no_method_is_forgotten() -> None:
 
 @pytest.mark.parametrize("nodes", [CHAIN, TREE], ids=["chain", "tree"])
 async def test_greedy_text_equals_plain_generate(served: Served, reference: Reference, nodes: int) -> None:
-    rounds = await asked_until_accepted(served, nodes, temperature=0.0)
+    rounds = await ask_until_accepted(served, nodes, temperature=0.0)
     for prompt, text in [pair for each in rounds for pair in zip(PROMPTS, each.texts, strict=True)]:
         reference.assert_greedy(prompt, ANSWER, text)
     print(f"\naccepted {[each.accepted for each in rounds]} of {[each.drafted for each in rounds]}")
@@ -187,7 +187,7 @@ async def test_a_seed_fixes_the_text_for_any_drafts(served: Served, server: tupl
     if not plainly.texts:
         plainly.texts = without.texts
         assert len(set(without.texts)) == len(PROMPTS)
-    drafted = {nodes: await asked_until_accepted(served, nodes, **options) for nodes in (CHAIN, TREE)}
+    drafted = {nodes: await ask_until_accepted(served, nodes, **options) for nodes in (CHAIN, TREE)}
     is_equal = [all(each.texts == plainly.texts for each in rounds) for rounds in ([without], *drafted.values())]
     answers = [each for rounds in drafted.values() for each in rounds]
     name, ranks = server

@@ -145,9 +145,9 @@ def _in_steps(found: Sequence[Streamed], plain_step_s: float) -> str:
     return f"median of {len(worst)}: {median(worst):.1f} plain steps ({worst[0]:.1f} to {worst[-1]:.1f})"
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("failure_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_drafters_lost_one_after_another(
-    served: Served, undisturbed: list[Streamed], plain_step_s: float, blow: signal.Signals
+    served: Served, undisturbed: list[Streamed], plain_step_s: float, failure_signal: signal.Signals
 ) -> None:
     found = []
     for _ in range(ROUNDS):
@@ -155,19 +155,19 @@ async def test_drafters_lost_one_after_another(
 
         def lose_all(before: Sequence[int] = tuple(before)) -> None:
             for pid in before:
-                os.kill(pid, blow)
+                os.kill(pid, failure_signal)
                 time.sleep(1)
 
         try:
             found.append(await stream_all(served, lose_all))
         finally:
-            if blow is signal.SIGSTOP:
+            if failure_signal is signal.SIGSTOP:
                 for pid in before:
                     os.kill(pid, signal.SIGCONT)
         assert found[-1].texts == undisturbed[0].texts
-        lost = before if blow is signal.SIGKILL else ()
+        lost = before if failure_signal is signal.SIGKILL else ()
         await asyncio.to_thread(eventually, partial(has_two, served, "Drafter", lost), "there are two again", 180)
-    report(f"drafters {blow.name}", found, undisturbed, plain_step_s)
+    report(f"drafters {failure_signal.name}", found, undisturbed, plain_step_s)
     again = await stream_all(served)
     assert again.texts == undisturbed[0].texts
 

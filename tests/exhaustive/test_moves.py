@@ -156,7 +156,7 @@ async def under_load(
         prompt, sampling = requests[index]
         while not (disturbing.done() and index in load.texts):
             text = ""
-            heard_s = None
+            last_event_s = None
             try:
                 async for chunk in await client.chat.completions.create(
                     model=MODEL,
@@ -166,10 +166,10 @@ async def under_load(
                     **sampling,  # type: ignore[call-overload]
                 ):
                     now = time.monotonic()
-                    if heard_s is not None:
-                        load.worst_gap_s = max(load.worst_gap_s, now - heard_s)
+                    if last_event_s is not None:
+                        load.worst_gap_s = max(load.worst_gap_s, now - last_event_s)
                         load.gaps += 1
-                    heard_s = now
+                    last_event_s = now
                     text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
             except (OpenAIError, httpx.HTTPError) as error:
                 load.errors.append(repr(error))

@@ -124,8 +124,8 @@ def test_one_request_is_one_trace_in_four_services(served: Served, collector: tu
     eventually(lambda: spans.keys() == SERVICES, f"spans of all services have come; there are those of {spans.keys()}")
     assert {span.trace_id.hex() for found in spans.values() for span in found} == {TRACE}
     assert all(len(found) == 1 for found in spans.values()), "the others were not sampled"
-    told: dict[str, Any] = {one.key: one.value for one in collector[1].only("http").attributes}
-    assert told["slipstream.prompt_version"].string_value == "sky@1"
+    reported: dict[str, Any] = {one.key: one.value for one in collector[1].only("http").attributes}
+    assert reported["slipstream.prompt_version"].string_value == "sky@1"
     assert {event.name for event in collector[1].only("target").events} >= {"verify", "verdict"}
 
 
@@ -136,8 +136,8 @@ def test_each_request_has_a_structured_line_by_its_id_and_no_line_quotes_any(ser
         return [line for file in folder.glob("*.log") for line in file.read_text(errors="replace").splitlines()]
 
     def ended() -> dict[str, dict[str, Any]]:
-        told = [json.loads(line) for line in lines() if "request ended" in line]
-        return {line["request"]: line for line in told}
+        reported = [json.loads(line) for line in lines() if "request ended" in line]
+        return {line["request"]: line for line in reported}
 
     eventually(lambda: len(ended()) >= ANSWERS, "each request has a line")
     for index in range(ANSWERS):

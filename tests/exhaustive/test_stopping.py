@@ -55,7 +55,7 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
-def is_turned_away(client: OpenAI) -> bool:
+def is_refused(client: OpenAI) -> bool:
     """Returns whether a new request is refused because the server is stopping."""
     try:
         client.completions.create(model=MODEL, prompt="Anew", max_tokens=1)
@@ -78,7 +78,7 @@ def test_running_streams_finish_and_new_requests_are_refused(config_file: Path) 
         next(stream)
         reading = beside.submit(list, stream)
         process.send_signal(signal.SIGTERM)
-        eventually(lambda: is_turned_away(client), "new requests are refused")
+        eventually(lambda: is_refused(client), "new requests are refused")
         assert not reading.done(), "the stream had ended by then, so that nothing was left to finish"
         *_, last, total = reading.result()
         assert last.choices[0].finish_reason == "length"

@@ -30,7 +30,7 @@ from serve_app.api.fields import ResponseFormat
 from serve_app.api.grammars import content_grammar
 from serve_app.api.text import TextCodec
 from serve_app.cli.demo import demo_config
-from tests.exhaustive.schemas import ASKED, Asked
+from tests.exhaustive.schemas import SCHEMA_PROMPTS, SchemaPrompt
 
 ANSWERS = int(os.environ.get("SLIPSTREAM_JSON_ANSWERS", "60"))
 CONTEXT = 512
@@ -52,10 +52,10 @@ class Pair:
         model = load_model(self.folder, "float32", torch.device("cpu")).eval()
         self._runner = ModelRunner(model, CONTEXT // PAGE_SIZE, PAGE_SIZE)
         setup = DraftSetup("float32", CONTEXT, DRAFTED, self._tokens, config.model.target)
-        self.ignorant = create_method(config.draft, setup)
-        self.knowing = create_method(config.draft, replace(setup, processor_factories=(self.grammars.draft_masking,)))
+        self.unmasked = create_method(config.draft, setup)
+        self.masked = create_method(config.draft, replace(setup, processor_factories=(self.grammars.draft_masking,)))
 
-    def generation(self, index: int, asked: Asked, draft_tokens: int) -> Generation:
+    def generation(self, index: int, asked: SchemaPrompt, draft_tokens: int) -> Generation:
         chat = [{"role": "user", "content": f"{asked.prompt} Answer in JSON."}]
         prompt = self.codec.encode_chat(chat)
         body = {"type": "json_schema", "json_schema": {"name": "answer", "schema": asked.schema, "strict": True}}
@@ -97,24 +97,24 @@ def pair() -> Pair:
 def test_every_answer_validates_and_a_drafter_that_knows_the_schema_is_accepted_more_often(pair: Pair, capsys) -> None:
     counts: Counter[str] = Counter()
     for index in range(ANSWERS):
-        asked = ASKED[index % len(ASKED)]
+        asked = SCHEMA_PROMPTS[index % len(SCHEMA_PROMPTS)]
         generation = pair.generation(index, asked, DRAFTED)
-        session = pair.answer(generation, pair.knowing)
+        session = pair.answer(generation, pair.masked)
         text = pair.tokenizer.decode(session.committed, skip_special_tokens=True)
         Draft202012Validator(asked.schema).validate(json.loads(text))
         counts["tokens"] += len(session.committed)
-        other = pair.answer(generation, pair.ignorant)
+        other = pair.answer(generation, pair.unmasked)
         assert other.committed == session.committed
-        for name, one in (("knowing", session), ("ignorant", other)):
+        for name, one in (("masked", session), ("unmasked", other)):
             counts[f"{name} drafted"] += one.counts.drafted
             counts[f"{name} accepted"] += one.counts.accepted
             counts[f"{name} steps"] += one.counts.verifies
-        if index < len(ASKED):
-            plain = pair.answer(pair.generation(index, asked, 0), pair.ignorant)
+        if index < len(SCHEMA_PROMPTS):
+            plain = pair.answer(pair.generation(index, asked, 0), pair.unmasked)
             assert plain.committed == session.committed
-    rates = {name: counts[f"{name} accepted"] / counts[f"{name} drafted"] for name in ("knowing", "ignorant")}
+    rates = {name: counts[f"{name} accepted"] / counts[f"{name} drafted"] for name in ("masked", "unmasked")}
     with capsys.disabled():
         print(f"\n{ANSWERS} answers validate: {dict(counts)}")
-        print(f"accepted of drafted: {rates['knowing']:.3f} with the mask, {rates['ignorant']:.3f} without")
-    assert counts["knowing accepted"] > counts["ignorant accepted"]
-    assert rates["knowing"] > rates["ignorant"]
+        print(f"accepted of drafted: {rates['masked']:.3f} with the mask, {rates['unmasked']:.3f} without")
+    assert counts["masked accepted"] > counts["unmasked accepted"]
+    assert rates["masked"] > rates["unmasked"]

@@ -19,7 +19,7 @@ from serve_app.api.grammars import call_grammar
 from serve_app.api.request_schemas import ChatRequest
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import Call, find_template, read_whole
-from tests.exhaustive.schemas import ASKED, PERSON, Asked, closed, listed, text, whole
+from tests.exhaustive.schemas import PERSON, SCHEMA_PROMPTS, SchemaPrompt, closed, listed, text, whole
 from tests.exhaustive.test_structured import CONTEXT, DRAFTED, Pair
 
 ANSWERS = int(os.environ.get("SLIPSTREAM_CALLS", "20"))
@@ -54,11 +54,11 @@ def test_every_call_is_of_a_tool_by_its_schema(capsys) -> None:
     codec = calling_codec(pair)
     counts: Counter[str] = Counter()
     for index in range(ANSWERS):
-        messages = [{"role": "user", "content": ASKED[index % len(ASKED)].prompt}]
+        messages = [{"role": "user", "content": SCHEMA_PROMPTS[index % len(SCHEMA_PROMPTS)].prompt}]
         body = {"model": "m", "messages": messages, "tools": TOOLS, "tool_choice": choice(index)}
         grammar = call_grammar(ChatRequest.model_validate(body), codec.call_form, None, lambda: "over")
         prompt = codec.encode_chat(messages, TemplateOptions(tools=TOOLS))
-        plain = pair.generation(index, Asked("", {"type": "object"}), DRAFTED)
+        plain = pair.generation(index, SchemaPrompt("", {"type": "object"}), DRAFTED)
         asked = replace(plain, prompt=prompt, max_len=min(CONTEXT, len(prompt) + 200), grammar=grammar.text)
         session = pair.answer(asked, pair.knowing)
         assert pair.answer(asked, pair.ignorant).committed == session.committed

@@ -199,7 +199,7 @@ class Ask:
     body: bytes = b""
 
     @property
-    def is_told(self) -> bool:
+    def is_clear_error(self) -> bool:
         """True if the answer has a body."""
         return self.method != "HEAD"
 

@@ -239,8 +239,8 @@ async def test_streams_continue_and_nothing_remains(served: Served, usual_rate: 
         after = held()
     print(f"\n{kind}: usually {describe(usual)}; under attack {describe(under)}; {dict(watched.failures)}")
     print(f"  {len(answers)} exchanges; newcomers got {newcomers}")
-    tell(answers)
-    tell_growth(before, after)
+    print_answers(answers)
+    print_growth(before, after)
     await asyncio.to_thread(assert_nothing_left, served)
     check(kind, answers)
     assert set(newcomers) <= {200}
@@ -253,7 +253,7 @@ async def test_streams_continue_and_nothing_remains(served: Served, usual_rate: 
         assert one.files < before[name].files + MAX_OPEN_FILES, f"{name} keeps files open"
 
 
-def tell(answers: list[dict[str, Any]]) -> None:
+def print_answers(answers: list[dict[str, Any]]) -> None:
     """Prints the count and latency of each answer."""
     rows: dict[tuple[str, int, str], list[float]] = {}
     for one in answers:
@@ -263,7 +263,7 @@ def tell(answers: list[dict[str, Any]]) -> None:
         print(f"  {name}: {status} {words}, {len(ms)} times, median {statistics.median(ms)} ms, worst {max(ms)} ms")
 
 
-def tell_growth(before: dict[str, Held], after: dict[str, Held]) -> None:
+def print_growth(before: dict[str, Held], after: dict[str, Held]) -> None:
     for name, one in after.items():
         if name not in before:
             print(f"  {name}: new")
@@ -285,7 +285,7 @@ def check(kind: str, answers: list[dict[str, Any]]) -> None:
         others = Counter((one["name"], one["status"]) for one in answers if one["status"] not in STATUSES[kind])
         assert not others, others
     for one in answers:
-        if one["status"] >= 400 and (one["name"] not in asked or asked[one["name"]].is_told):
+        if one["status"] >= 400 and (one["name"] not in asked or asked[one["name"]].is_clear_error):
             assert one["is_error"], f"no error in OpenAI's form: {one}"
         if one["status"] == 429:
             assert one["retry_after"], f"nothing says when to try again: {one}"

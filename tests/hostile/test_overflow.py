@@ -90,7 +90,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @dataclass
-class Heard:
+class StreamRecord:
     """Texts of streams, with the gaps between their events."""
 
     texts: dict[int, str] = field(default_factory=dict)
@@ -113,13 +113,13 @@ class Heard:
         self.texts[number] = text
 
 
-async def eight_streams(client: httpx.AsyncClient) -> Heard:
-    heard = Heard()
-    await asyncio.gather(*(heard.follow(client, number) for number in range(STREAMS)))
-    return heard
+async def eight_streams(client: httpx.AsyncClient) -> StreamRecord:
+    record = StreamRecord()
+    await asyncio.gather(*(record.follow(client, number) for number in range(STREAMS)))
+    return record
 
 
-async def beside(client: httpx.AsyncClient, token: int) -> tuple[Heard, Counter[str]]:
+async def beside(client: httpx.AsyncClient, token: int) -> tuple[StreamRecord, Counter[str]]:
     """Repeats requests with `token` until eight streams end; returns the streams, and answer counts by kind."""
     streaming = asyncio.create_task(eight_streams(client))
     answered: Counter[str] = Counter()

@@ -21,7 +21,7 @@ from tests.scripted_generator import Script, ScriptedGenerator
 
 
 @dataclass
-class Doorkeeper:
+class KeyCheck:
     """Access check that requires a key, if one is set, for everything except the page itself."""
 
     leads_to: ASGIApp
@@ -47,7 +47,7 @@ class Front:
     url: str
     generator: ScriptedGenerator
     codec: TextCodec
-    doorkeeper: Doorkeeper
+    doorkeeper: KeyCheck
 
     def plays(self, *scripts: Script) -> None:
         self.generator.scripts = list(scripts)
@@ -63,7 +63,7 @@ def scripted_front() -> Iterator[Front]:
     codec = byte_codec()
     generator = ScriptedGenerator()
     api = toy_api(generator, codec, further=page_routes(PageWatch("toy", samples)))
-    doorkeeper = Doorkeeper(api)
+    doorkeeper = KeyCheck(api)
     server = uvicorn.Server(uvicorn.Config(doorkeeper, port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()

@@ -78,7 +78,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-class Doorway:
+class ForwardingApp:
     """Forwards requests to the application of the current test."""
 
     def __init__(self) -> None:
@@ -94,14 +94,14 @@ class SharedServer:
     """Listening socket with its clients, shared by all tests."""
 
     url: str
-    doorway: Doorway
+    doorway: ForwardingApp
     openai: openai.AsyncOpenAI
     http: httpx.AsyncClient
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared() -> AsyncIterator[SharedServer]:
-    doorway = Doorway()
+    doorway = ForwardingApp()
     settings = uvicorn.Config(
         doorway, host="127.0.0.1", port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=1
     )
@@ -208,14 +208,14 @@ async def test_every_chunk_has_the_usage_if_requested(front: Front) -> None:
     assert all(counts)
 
 
-def told(front: Front, text: str) -> tuple[TokenScore, ...]:
+def scores_in(front: Front, text: str) -> tuple[TokenScore, ...]:
     """Returns each token's scores: probability 0.5, with itself and "z" as the likeliest tokens."""
     (other,) = front.codec.encode("z")
     return tuple(TokenScore(-0.5, 1, (token, other), (-0.5, -1.0)) for token in front.codec.encode(text))
 
 
 async def test_an_echoed_completion_with_logprobs(front: Front) -> None:
-    emit = CommittedTokens(front.codec.encode("ab"), 0, 0, told(front, "ab"), told(front, "i"))
+    emit = CommittedTokens(front.codec.encode("ab"), 0, 0, scores_in(front, "ab"), scores_in(front, "i"))
     front.plays([emit, Ended(Finish.LENGTH)])
     answer = await front.openai.completions.create(model="toy", prompt="hi", echo=True, logprobs=1, max_tokens=2)
     assert front.generator.generations[0].scoring == Scoring(1, 1)

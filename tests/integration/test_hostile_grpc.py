@@ -39,18 +39,6 @@ from protos.messages import (
     Verdict,
     Welcome,
 )
-from tests.integration.doors import (
-    DOORS,
-    DRIVE_DRAFTER,
-    DRIVE_TARGET,
-    STATES,
-    VERIFY,
-    Door,
-    refused_with,
-    stream_to,
-    told_nothing_but,
-    within,
-)
 from tests.integration.harness import (
     CHECKED,
     CONTEXT,
@@ -61,6 +49,18 @@ from tests.integration.harness import (
     cluster,
     eventually,
     plain_greedy,
+)
+from tests.integration.stream_methods import (
+    DRIVE_DRAFTER,
+    DRIVE_TARGET,
+    STATES,
+    STREAM_METHODS,
+    VERIFY,
+    StreamMethod,
+    refused_with,
+    reveals_only,
+    stream_to,
+    within,
 )
 
 HELLO = Hello("stranger", IDENTITY.vocabulary, IDENTITY.target_model)
@@ -82,10 +82,10 @@ async def busy_cluster(**options: Any) -> AsyncIterator[Cluster]:
 
 
 @asynccontextmanager
-async def greeted(c: Cluster, door: Door) -> AsyncIterator[Any]:
+async def greeted(c: Cluster, method: StreamMethod) -> AsyncIterator[Any]:
     """Yields a stream after its Hello and Welcome."""
-    async with stream_to(c, door) as stream:
-        await stream.write(encode(door.frame, [HELLO]))
+    async with stream_to(c, method) as stream:
+        await stream.write(encode(method.frame, [HELLO]))
         assert isinstance(decode(await stream.read()).messages[0], Welcome)
         yield stream
 
@@ -101,18 +101,18 @@ GREETINGS = {
 }
 
 
-@DOORS
-async def test_incompatible_peers_are_refused_with_the_reason(door):
+@STREAM_METHODS
+async def test_incompatible_peers_are_refused_with_the_reason(method):
     async with busy_cluster() as c:
         for messages, why in GREETINGS.values():
-            async with stream_to(c, door) as stream:
-                await stream.write(encode(door.frame, messages))
+            async with stream_to(c, method) as stream:
+                await stream.write(encode(method.frame, messages))
                 with refused_with(grpc.StatusCode.FAILED_PRECONDITION, why):
                     await within(5, stream.read())
 
 
 @pytest.mark.parametrize(
-    ("door", "messages"),
+    ("method", "messages"),
     [
         (DRIVE_TARGET, [OPEN]),
         (VERIFY, [Attach("s", 1, 1)]),
@@ -121,20 +121,20 @@ async def test_incompatible_peers_are_refused_with_the_reason(door):
     ],
     ids=["target", "verify", "states", "drafter"],
 )
-async def test_messages_before_a_hello_are_refused(door, messages):
-    async with busy_cluster() as c, stream_to(c, door) as stream:
-        await stream.write(encode(door.frame, messages))
+async def test_messages_before_a_hello_are_refused(method, messages):
+    async with busy_cluster() as c, stream_to(c, method) as stream:
+        await stream.write(encode(method.frame, messages))
         with refused_with(grpc.StatusCode.FAILED_PRECONDITION, "must hold a Hello"):
             await within(5, stream.read())
 
 
-@DOORS
-async def test_invalid_protobuf_ends_only_its_stream(door):
+@STREAM_METHODS
+async def test_invalid_protobuf_ends_only_its_stream(method):
     """Sends invalid bytes as the first frame, and after a valid greeting."""
-    hello = encode(door.frame, [HELLO]).SerializeToString()
-    async with busy_cluster() as c, grpc.aio.insecure_channel(door.address(c)) as channel:
+    hello = encode(method.frame, [HELLO]).SerializeToString()
+    async with busy_cluster() as c, grpc.aio.insecure_channel(method.address(c)) as channel:
         for greeting in ([], [hello]):
-            call = channel.stream_stream(door.path)()
+            call = channel.stream_stream(method.path)()
             for frame in greeting:
                 await call.write(frame)
                 assert await within(5, call.read()), "a Welcome"
@@ -143,12 +143,12 @@ async def test_invalid_protobuf_ends_only_its_stream(door):
                 await within(5, call.read())
 
 
-@DOORS
-async def test_an_oversized_frame_ends_only_its_stream(door):
-    async with busy_cluster() as c, greeted(c, door) as stream:
+@STREAM_METHODS
+async def test_an_oversized_frame_ends_only_its_stream(method):
+    async with busy_cluster() as c, greeted(c, method) as stream:
         large = pb.Hello(peer_id="x" * (17 << 20))
         with refused_with(grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max"):
-            await stream.write(door.frame(hello=large))
+            await stream.write(method.frame(hello=large))
             await within(10, stream.read())
 
 
@@ -172,18 +172,18 @@ BAD_OPENS = {
 }
 
 
-@pytest.mark.parametrize("door", [DRIVE_TARGET, DRIVE_DRAFTER], ids=["target", "drafter"])
-async def test_invalid_opens_are_refused_with_session_and_attempt(door):
-    async with busy_cluster() as c, greeted(c, door) as stream:
+@pytest.mark.parametrize("method", [DRIVE_TARGET, DRIVE_DRAFTER], ids=["target", "drafter"])
+async def test_invalid_opens_are_refused_with_session_and_attempt(method):
+    async with busy_cluster() as c, greeted(c, method) as stream:
         for message, why in BAD_OPENS.values():
-            await stream.write(door.frame(opens=[message]))
+            await stream.write(method.frame(opens=[message]))
             (refusal,) = decode(await within(5, stream.read())).messages
             assert isinstance(refusal, Refusal)
             assert (refusal.session, refusal.attempt, refusal.reason) == ("theirs", 1, RefusalReason.INVALID)
             assert why in refusal.message
 
 
-async def verify_as_assigned(target: TargetReplica, stream: Any, session: str) -> None:
+async def open_verify_stream(target: TargetReplica, stream: Any, session: str) -> None:
     """Makes the target accept this drafter's blocks, as if the session's router had assigned it."""
     key = target.scheduler.admission.running[session].open.token_key
     attach = Attach(session, 1, 1, None, issue(key, session, 99))
@@ -200,7 +200,7 @@ async def test_invalid_and_stale_blocks_are_counted_and_dropped():
     async with busy_cluster() as c, greeted(c, VERIFY) as stream:
         (target,) = c.targets.values()
         (running,) = target.scheduler.admission.running
-        await verify_as_assigned(target, stream, running)
+        await open_verify_stream(target, stream, running)
         before = target.scheduler.counts.dropped.copy()
         await stream.write(pb.DrafterToTarget(blocks=malformed))
         blocks = [
@@ -254,27 +254,27 @@ async def test_wrong_hidden_states_cost_blocks_but_no_token(monkeypatch):
     async with cluster(reading=CHECKED) as c:
         (target,) = c.targets.values()
         (drafter,) = c.drafters.values()
-        lies = [
+        corruptions = [
             {"prefix_hash": 1},
             {"dtype": StateDtype.FLOAT8, "width": 4},
             {"first": 200},
             {"rows": bytes(5)},
             {"width": 0},
         ]
-        told = 0
+        sent_count = 0
 
-        def with_lies(message: Message) -> list[Message]:
-            nonlocal told
+        def with_corruption(message: Message) -> list[Message]:
+            nonlocal sent_count
             if not isinstance(message, States):
                 return [message]
-            lie = replace(message, **lies[told % len(lies)])
-            told += 1
-            return [lie, message] if told % 3 else [lie]
+            corrupted = replace(message, **corruptions[sent_count % len(corruptions)])
+            sent_count += 1
+            return [corrupted, message] if sent_count % 3 else [corrupted]
 
-        alter(target, with_lies, monkeypatch)
+        alter(target, with_corruption, monkeypatch)
         assert await c.tokens(c.generation(max_len=103)) == plain_greedy((1, 2, 3), 100)
         counts = drafter.scheduler.counts
-        assert told > len(lies)
+        assert sent_count > len(corruptions)
         assert counts["states_mismatch"] > 0
         assert counts["states_unfit"] > 0
         assert drafter.refused["States"] > 0
@@ -303,7 +303,7 @@ async def test_a_stranger_cannot_end_or_starve_a_session():
             live = (LiveSession(running, 9),)
             await again.write(encode(pb.RouterToTarget, [replace(HELLO, live=live)]))
             await again.read()
-        await verify_as_assigned(target, verify, running)
+        await open_verify_stream(target, verify, running)
         flood = [Block(running, 60 + i % 30, i, DraftTree.chain((1,))) for i in range(200)]
         await verify.write(encode(pb.DrafterToTarget, flood))
         await eventually(lambda: target.scheduler.counts.dropped["buffer_full"] > 0, "the buffer is bounded")
@@ -316,9 +316,9 @@ async def test_a_stranger_cannot_reopen_a_session():
         (drafter,) = c.drafters.values()
         (running,) = target.scheduler.admission.running
         await eventually(lambda: running in drafter.scheduler.sessions.all, "it is drafted for")
-        for door, served in ((DRIVE_TARGET, target), (DRIVE_DRAFTER, drafter)):
-            async with greeted(c, door) as stream:
-                await stream.write(encode(door.frame, [replace(OPEN, session=running, attempt=9)]))
+        for method, served in ((DRIVE_TARGET, target), (DRIVE_DRAFTER, drafter)):
+            async with greeted(c, method) as stream:
+                await stream.write(encode(method.frame, [replace(OPEN, session=running, attempt=9)]))
                 (refusal,) = decode(await within(5, stream.read())).messages
                 assert refusal == Refusal(running, 9, RefusalReason.INVALID, "not permitted")
             assert served.scheduler.refusals.counts["an Open of another router's session"] == 1
@@ -385,11 +385,11 @@ async def test_a_drafter_with_a_routers_name_takes_no_session():
         assert target.scheduler.admission.running[running].router == owner
 
 
-@DOORS
-async def test_a_second_hello_ends_only_its_stream(door):
-    async with busy_cluster() as c, greeted(c, door) as stream:
-        await stream.write(encode(door.frame, [HELLO]))
-        with told_nothing_but(grpc.StatusCode.INVALID_ARGUMENT):
+@STREAM_METHODS
+async def test_a_second_hello_ends_only_its_stream(method):
+    async with busy_cluster() as c, greeted(c, method) as stream:
+        await stream.write(encode(method.frame, [HELLO]))
+        with reveals_only(grpc.StatusCode.INVALID_ARGUMENT):
             await within(5, stream.read())
 
 

@@ -50,9 +50,9 @@ async def toy() -> AsyncIterator[tuple[Cluster, httpx.AsyncClient]]:
 async def test_rejected_tokens_are_streamed_at_their_position(toy: tuple[Cluster, httpx.AsyncClient]) -> None:
     """A rejected draft is the draft model's own continuation."""
     _, client = toy
-    told = await traced(client, [1, 2, 3], trace=True, rejected=True)
-    pieces = [piece for event in told for piece in event["pieces"]]
-    rejected = [words for event in told for words in event["rejected"]]
+    answer = await traced(client, [1, 2, 3], trace=True, rejected=True)
+    pieces = [piece for event in answer for piece in event["pieces"]]
+    rejected = [words for event in answer for words in event["rejected"]]
     assert len(pieces) == len(rejected)
     text = byte_tokenizer().decode(plain_greedy((1, 2, 3), 40))
     assert "".join(piece for piece, _ in pieces) == text, "the streamed text is the target's own, whatever is told"

@@ -31,19 +31,19 @@ async def test_blocks_take_the_drafters_own_stream():
     async with cluster(lock_step=True) as c:
         (target,) = c.targets.values()
         (drafter,) = c.drafters.values()
-        heard: list[tuple[str, Decoded]] = []
+        received: list[tuple[str, Decoded]] = []
         receive = target.receive
 
         def tap(stream: str, frame: Decoded) -> None:
-            heard.append((stream, frame))
+            received.append((stream, frame))
             receive(stream, frame)
 
         target.receive = tap  # type: ignore[method-assign]
         await c.tokens(c.generation())
-        blocks = [stream for stream, frame in heard for m in frame.messages if isinstance(m, Block)]
+        blocks = [stream for stream, frame in received for m in frame.messages if isinstance(m, Block)]
         assert blocks
         assert all(stream.startswith(drafter.peer_id) for stream in blocks)
-        assert any(not stream.startswith(drafter.peer_id) for stream, _ in heard), "a router spoke too"
+        assert any(not stream.startswith(drafter.peer_id) for stream, _ in received), "a router spoke too"
 
 
 class GatedEngine(WrappedEngine):

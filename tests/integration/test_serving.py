@@ -166,7 +166,7 @@ def test_ranks_drafter_target_and_router_are_separate_processes(served: Served) 
 
 
 async def test_fifty_cancelled_requests_leave_nothing_behind(served: Served) -> None:
-    async def begin_and_leave(index: int) -> None:
+    async def begin_and_cancel(index: int) -> None:
         stream = await served.async_client.completions.create(
             model="SmolLM2-135M-Instruct", prompt=f"Chapter {index}.", max_tokens=400, stream=True, temperature=0
         )
@@ -175,11 +175,13 @@ async def test_fifty_cancelled_requests_leave_nothing_behind(served: Served) -> 
         await stream.close()
 
     for _ in range(5):
-        await asyncio.gather(*(begin_and_leave(i) for i in range(10)))
+        await asyncio.gather(*(begin_and_cancel(i) for i in range(10)))
     await asyncio.to_thread(assert_nothing_left, served)
 
 
-def _stream_and_disturb(served: Served, prompt: str, max_tokens: int, happenings: dict[int, Callable[[], None]]) -> str:
+def _stream_and_disturb(
+    served: Served, prompt: str, max_tokens: int, disturbances: dict[int, Callable[[], None]]
+) -> str:
     """Streams an answer, and calls each function after the given number of chunks."""
     stream = served.client.chat.completions.create(
         model="SmolLM2-135M-Instruct",
@@ -192,9 +194,9 @@ def _stream_and_disturb(served: Served, prompt: str, max_tokens: int, happenings
     for chunk in stream:
         if chunk.choices and chunk.choices[0].delta.content:
             pieces.append(chunk.choices[0].delta.content)
-            if len(pieces) in happenings:
-                happenings[len(pieces)]()
-    assert len(pieces) >= max(happenings), "the answer was over before everything had happened"
+            if len(pieces) in disturbances:
+                disturbances[len(pieces)]()
+    assert len(pieces) >= max(disturbances), "the answer was over before everything had happened"
     return "".join(pieces)
 
 
@@ -224,10 +226,10 @@ def test_a_stopped_and_resumed_target_commits_nothing(served: Served, reference:
         os.kill(busy, signal.SIGSTOP)
         stopped.append(busy)
 
-    def wake_it() -> None:
+    def resume_process() -> None:
         os.kill(stopped[0], signal.SIGCONT)
 
-    text = _stream_and_disturb(served, PROMPTS[1], 64, {5: stop_the_busy_one, 15: wake_it})
+    text = _stream_and_disturb(served, PROMPTS[1], 64, {5: stop_the_busy_one, 15: resume_process})
     reference.assert_greedy(PROMPTS[1], 64, text)
     eventually(lambda: len(served.inspect("Target")) == 2, "both replicas answer again", 120)
 

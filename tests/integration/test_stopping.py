@@ -36,7 +36,7 @@ def whole(served: Served) -> httpx.Response:
     return httpx.post(f"{served.url}/v1/completions", json=body, timeout=120, trust_env=False)
 
 
-def asked_until_nobody_answers(url: str) -> list[tuple[float, str, httpx.Response]]:
+def ask_until_unreachable(url: str) -> list[tuple[float, str, httpx.Response]]:
     """Requests each path until the server is gone; returns the times and answers."""
     found = []
     with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
@@ -65,7 +65,7 @@ def served_until_stopped(threads: ThreadPoolExecutor) -> tuple[list[Future[Any]]
                 threads.submit(whole, served),
             ]
             assert all(one.wait(60) for one in began)
-            futures.append(threads.submit(asked_until_nobody_answers, served.url))
+            futures.append(threads.submit(ask_until_unreachable, served.url))
             signalled = time.monotonic()
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(120)  # interrupted

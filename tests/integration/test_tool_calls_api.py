@@ -49,7 +49,7 @@ def plainly(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"extra_body": {"speculation": {"draft_tokens": 0}}}
 
 
-def told(message: Any) -> list[tuple[str, str]]:
+def summary_of(message: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
 
 
@@ -68,7 +68,7 @@ async def test_calls_are_equal_streamed_and_without_speculation(fields, names, m
             asked = {"model": "toy", "messages": USER, "tools": TOOLS, "seed": seed, **fields}
             whole = await front.chat.completions.create(**asked)
             (choice,) = whole.choices
-            calls = told(choice.message)
+            calls = summary_of(choice.message)
             assert calls
             assert most is None or len(calls) == most
             for name, arguments in calls:
@@ -77,13 +77,13 @@ async def test_calls_are_equal_streamed_and_without_speculation(fields, names, m
             assert (choice.finish_reason, choice.message.content) == (end, None)
             accepted += whole.usage.completion_tokens_details.accepted_prediction_tokens
             plain = await front.chat.completions.create(**plainly(asked))
-            assert told(plain.choices[0].message) == calls
+            assert summary_of(plain.choices[0].message) == calls
             assert plain.usage.completion_tokens == whole.usage.completion_tokens
             state = ChatCompletionStreamState()
             async for chunk in await front.chat.completions.create(**asked, stream=True):
                 state.handle_chunk(chunk)
             streamed = state.get_final_completion().choices[0]
-            assert (told(streamed.message), streamed.finish_reason) == (calls, end)
+            assert (summary_of(streamed.message), streamed.finish_reason) == (calls, end)
         assert accepted > 0
 
 
@@ -98,8 +98,8 @@ async def test_optional_strict_calls_follow_their_schema():
             assert plain.choices[0].message == whole.choices[0].message.model_copy(
                 update={"tool_calls": plain.choices[0].message.tool_calls}
             )
-            assert told(plain.choices[0].message) == told(whole.choices[0].message)
-            found += told(whole.choices[0].message)
+            assert summary_of(plain.choices[0].message) == summary_of(whole.choices[0].message)
+            found += summary_of(whole.choices[0].message)
         assert found
         for name, arguments in found:
             assert name == "f"

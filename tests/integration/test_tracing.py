@@ -56,14 +56,14 @@ async def test_one_request_is_one_trace_in_four_services() -> None:
     assert spans["drafter"].parent_span_id == spans["router"].span_id
     assert spans["target"].parent_span_id == spans["router"].span_id
 
-    told = attributes(spans["http"])
+    recorded = attributes(spans["http"])
     assert spans["http"].name == "text_completion toy"
-    assert told["gen_ai.operation.name"] == "text_completion"
-    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (3, 40)
-    assert told["gen_ai.response.id"] == answer["id"]
-    assert told["http.response.status_code"] == 200
+    assert recorded["gen_ai.operation.name"] == "text_completion"
+    assert (recorded["gen_ai.usage.input_tokens"], recorded["gen_ai.usage.output_tokens"]) == (3, 40)
+    assert recorded["gen_ai.response.id"] == answer["id"]
+    assert recorded["http.response.status_code"] == 200
     details = answer["usage"]["completion_tokens_details"]
-    assert told["slipstream.accepted_tokens"] == details["accepted_prediction_tokens"]
+    assert recorded["slipstream.accepted_tokens"] == details["accepted_prediction_tokens"]
 
 
 async def test_a_slow_requests_spans_contain_every_round() -> None:

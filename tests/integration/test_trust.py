@@ -20,28 +20,36 @@ from protos.codec import decode, encode
 from protos.messages import Hello, Welcome
 from protos.speculation_pb2_grpc import TargetServiceStub
 from tests.certificates import Authority
-from tests.integration.doors import DOORS, DRIVE_TARGET, VERIFY, Door, stream_to, told_nothing_but, within
 from tests.integration.harness import IDENTITY, Cluster, cluster, eventually, plain_greedy
+from tests.integration.stream_methods import (
+    DRIVE_TARGET,
+    STREAM_METHODS,
+    VERIFY,
+    StreamMethod,
+    reveals_only,
+    stream_to,
+    within,
+)
 
 HELLO = Hello("stranger", IDENTITY.vocabulary, IDENTITY.target_model)
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 @asynccontextmanager
-async def shown(c: Cluster, door: Door, folder: Path) -> AsyncIterator[Any]:
+async def shown(c: Cluster, method: StreamMethod, folder: Path) -> AsyncIterator[Any]:
     """Opens a stream with the certificates in this folder."""
     credentials = credentials_of(TrustConfig(certificates=str(folder)), PeerRole.ROUTER)
-    async with credentials.dial(door.address(c), door.server) as channel:
-        yield door.stub(channel)
+    async with credentials.dial(method.address(c), method.server) as channel:
+        yield method.stub(channel)
 
 
-async def is_welcome(stream: Any, door: Door) -> bool:
-    await stream.write(encode(door.frame, [HELLO]))
+async def is_accepted(stream: Any, method: StreamMethod) -> bool:
+    await stream.write(encode(method.frame, [HELLO]))
     return isinstance(decode(await within(5, stream.read())).messages[0], Welcome)
 
 
-def refusals(c: Cluster, door: Door) -> dict[str, int]:
-    served = {**c.targets, **c.drafters}[door.address(c)]
+def refusals(c: Cluster, method: StreamMethod) -> dict[str, int]:
+    served = {**c.targets, **c.drafters}[method.address(c)]
     return dict(served.scheduler.refusals.counts)
 
 
@@ -63,16 +71,16 @@ async def test_drafts_are_accepted_between_authenticated_peers(trust_in, tmp_pat
 # ---------------------------------------------------------------- certificates
 
 
-@DOORS
+@STREAM_METHODS
 @pytest.mark.parametrize("kind", ["none", "plain", "expired", "foreign"])
-async def test_callers_without_a_valid_certificate_fail_the_handshake(door, kind, tmp_path):
+async def test_callers_without_a_valid_certificate_fail_the_handshake(method, kind, tmp_path):
     authority = Authority()
     async with cluster(trust=authority.issue_all(tmp_path)) as c:
-        issue_invalid(kind, tmp_path, authority, door.caller)
-        async with channel_of(c, door, kind, tmp_path, authority) as channel:
+        issue_invalid(kind, tmp_path, authority, method.caller)
+        async with channel_of(c, method, kind, tmp_path, authority) as channel:
             for _ in range(2):
                 with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
-                    await is_welcome(door.stub(channel), door)
+                    await is_accepted(method.stub(channel), method)
         assert await c.tokens(c.generation()) == plain_greedy((1, 2, 3), 40), "those who belong are served as before"
 
 
@@ -89,7 +97,7 @@ async def test_failed_handshakes_are_counted_and_logged_once(kind, connections, 
         for _ in range(3):
             async with channel_of(c, VERIFY, kind, tmp_path, authority) as channel:
                 with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
-                    await is_welcome(VERIFY.stub(channel), VERIFY)
+                    await is_accepted(VERIFY.stub(channel), VERIFY)
         await eventually(
             lambda: target.scheduler.refusals.counts[auth_interceptor.NO_HANDSHAKE] >= connections, "all are counted"
         )
@@ -103,7 +111,7 @@ async def test_successful_handshakes_are_not_counted_as_failures(tmp_path):
         await eventually(lambda: target._streams == 1, "the router is in")
         for _ in range(3):
             async with shown(c, VERIFY, tmp_path / "drafter") as stream:
-                assert await is_welcome(stream, VERIFY)
+                assert await is_accepted(stream, VERIFY)
         looked_at = c.servers[VERIFY.address(c)].interceptor.handshakes
         assert looked_at._pending == 4
         for _ in range(4):
@@ -122,39 +130,39 @@ def issue_invalid(kind: str, folder: Path, authority: Authority, role: PeerRole)
 
 @asynccontextmanager
 async def channel_of(
-    c: Cluster, door: Door, kind: str, folder: Path, authority: Authority
+    c: Cluster, method: StreamMethod, kind: str, folder: Path, authority: Authority
 ) -> AsyncIterator[grpc.aio.Channel]:
     if kind == "plain":
-        async with grpc.aio.insecure_channel(door.address(c)) as channel:
+        async with grpc.aio.insecure_channel(method.address(c)) as channel:
             yield channel
     elif kind == "none":
-        options = [("grpc.ssl_target_name_override", door.server.name_in_certificate)]
-        believing = grpc.ssl_channel_credentials(authority.pem)
-        async with grpc.aio.secure_channel(door.address(c), believing, options) as channel:
+        options = [("grpc.ssl_target_name_override", method.server.name_in_certificate)]
+        trusted_root = grpc.ssl_channel_credentials(authority.pem)
+        async with grpc.aio.secure_channel(method.address(c), trusted_root, options) as channel:
             yield channel
     else:
         credentials = credentials_of(TrustConfig(certificates=str(folder / kind)), PeerRole.ROUTER)
-        async with credentials.dial(door.address(c), door.server) as channel:
+        async with credentials.dial(method.address(c), method.server) as channel:
             yield channel
 
 
-@DOORS
-async def test_each_stream_admits_one_role(door, tmp_path, caplog):
+@STREAM_METHODS
+async def test_each_stream_admits_one_role(method, tmp_path, caplog):
     authority = Authority()
-    others = [[role] for role in PeerRole if role is not door.caller]
-    cause = f"a caller that is no {door.caller.value}"
+    others = [[role] for role in PeerRole if role is not method.caller]
+    cause = f"a caller that is no {method.caller.value}"
     async with cluster(trust=authority.issue_all(tmp_path)) as c:
         for roles in [*others, []]:
             authority.issue(tmp_path / "other", *roles)
             for _ in range(3):
-                async with shown(c, door, tmp_path / "other") as stream:
-                    with told_nothing_but(grpc.StatusCode.PERMISSION_DENIED):
+                async with shown(c, method, tmp_path / "other") as stream:
+                    with reveals_only(grpc.StatusCode.PERMISSION_DENIED):
                         await within(5, stream.read())
-        assert refusals(c, door) == {cause: 9}
+        assert refusals(c, method) == {cause: 9}
         assert len([record for record in caplog.records if cause in record.getMessage()]) == 1
         authority.issue(tmp_path / "other", *PeerRole)
-        async with shown(c, door, tmp_path / "other") as stream:
-            assert await is_welcome(stream, door), "one certificate may hold several roles"
+        async with shown(c, method, tmp_path / "other") as stream:
+            assert await is_accepted(stream, method), "one certificate may hold several roles"
 
 
 async def test_a_refused_peer_is_logged_once(tmp_path, caplog):
@@ -163,7 +171,7 @@ async def test_a_refused_peer_is_logged_once(tmp_path, caplog):
         with caplog.at_level(logging.WARNING):
             for _ in range(5):
                 async with shown(c, VERIFY, tmp_path / "router") as stream:
-                    with told_nothing_but(grpc.StatusCode.PERMISSION_DENIED):
+                    with reveals_only(grpc.StatusCode.PERMISSION_DENIED):
                         await within(5, stream.read())
         (line,) = [record.getMessage() for record in caplog.records if "no drafter" in record.getMessage()]
         assert "its certificate is that of router" in line
@@ -174,10 +182,10 @@ async def test_a_target_needs_a_targets_certificate(holder, tmp_path):
     """The dialer aborts the handshake before any message, because it sends credentials only to the expected role."""
     authority = Authority()
     trust = authority.issue_all(tmp_path)
-    heard: list[str] = []
+    received: list[str] = []
 
     async def listen(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        heard.append(context.peer())
+        received.append(context.peer())
 
     server = grpc.aio.server()
     handlers = {"Verify": grpc.stream_stream_rpc_method_handler(listen)}
@@ -189,11 +197,11 @@ async def test_a_target_needs_a_targets_certificate(holder, tmp_path):
         drafting = credentials_of(trust, PeerRole.DRAFTER)
         async with drafting.dial(f"127.0.0.1:{port}", PeerRole.TARGET) as channel:
             with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
-                await is_welcome(VERIFY.stub(channel), VERIFY)
-        assert heard == []
+                await is_accepted(VERIFY.stub(channel), VERIFY)
+        assert received == []
         async with drafting.dial(f"127.0.0.1:{port}", PeerRole(holder)) as channel:
             await within(5, VERIFY.stub(channel).read())
-        assert len(heard) == 1, "it is the name that made the difference"
+        assert len(received) == 1, "it is the name that made the difference"
     finally:
         await server.stop(0)
 
@@ -209,10 +217,10 @@ async def test_certificates_are_replaced_while_streams_run(tmp_path):
         await eventually(lambda: c.accepted > 0, "a session is drafted for")
         Authority("newer").issue_all(tmp_path)
         async with shown(c, DRIVE_TARGET, tmp_path / "router") as stream:
-            assert await is_welcome(stream, DRIVE_TARGET)
+            assert await is_accepted(stream, DRIVE_TARGET)
         async with shown(c, DRIVE_TARGET, old) as stream:
             with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
-                await is_welcome(stream, DRIVE_TARGET)
+                await is_accepted(stream, DRIVE_TARGET)
         assert not running.done(), "the session ended before anything was replaced"
         before = target._streams
         for link in (*c.router._targets.values(), *c.router._drafters.values()):
@@ -259,22 +267,22 @@ async def test_certificates_rotate_under_load_without_a_failed_request(tmp_path,
 WRONG = {"none": (), "wrong": ((AUTHORIZATION, "Bearer secre"),), "bare": ((AUTHORIZATION, "secret"),)}
 
 
-@DOORS
+@STREAM_METHODS
 @pytest.mark.parametrize("metadata", WRONG.values(), ids=WRONG)
-async def test_callers_without_the_token_learn_nothing(door, metadata, tmp_path, caplog):
+async def test_callers_without_the_token_learn_nothing(method, metadata, tmp_path, caplog):
     (tmp_path / "token").write_text("secret")
     async with cluster(trust=TrustConfig(token_file=str(tmp_path / "token"), reflection=True)) as c:
         with caplog.at_level(logging.WARNING):
-            async with grpc.aio.insecure_channel(door.address(c)) as channel:
-                for path in (door.path, REFLECTION, "/no.such.Service/Call"):
+            async with grpc.aio.insecure_channel(method.address(c)) as channel:
+                for path in (method.path, REFLECTION, "/no.such.Service/Call"):
                     call = channel.stream_stream(path)(metadata=metadata)
-                    with told_nothing_but(grpc.StatusCode.UNAUTHENTICATED):
+                    with reveals_only(grpc.StatusCode.UNAUTHENTICATED):
                         await within(5, call.read())
-                with told_nothing_but(grpc.StatusCode.UNAUTHENTICATED):
+                with reveals_only(grpc.StatusCode.UNAUTHENTICATED):
                     await health_pb2_grpc.HealthStub(channel).Check(
                         health_pb2.HealthCheckRequest(), metadata=metadata, timeout=5
                     )
-        assert refusals(c, door) == {"a caller without a valid token": 4}
+        assert refusals(c, method) == {"a caller without a valid token": 4}
         assert len([record for record in caplog.records if "valid token" in record.getMessage()]) == 1
 
 
@@ -321,20 +329,20 @@ async def test_streams_per_host_are_limited_and_released(caplog):
     async with cluster(trust=TrustConfig(max_streams_per_host=3)) as c:
         streams_of = c.servers[VERIFY.address(c)].interceptor.streams
         async with stream_to(c, VERIFY) as one, stream_to(c, VERIFY):
-            assert await is_welcome(one, VERIFY)
+            assert await is_accepted(one, VERIFY)
             await eventually(lambda: streams_of.total() == 3, "one that has not greeted counts too")
             async with stream_to(c, VERIFY) as three:
-                with told_nothing_but(grpc.StatusCode.RESOURCE_EXHAUSTED):
-                    await is_welcome(three, VERIFY)
+                with reveals_only(grpc.StatusCode.RESOURCE_EXHAUSTED):
+                    await is_accepted(three, VERIFY)
         assert refusals(c, VERIFY) == {"one stream too many": 1}
         await eventually(lambda: streams_of.total() == 1, "only the router's is left")
         async with stream_to(c, VERIFY) as again:
-            assert await is_welcome(again, VERIFY)
+            assert await is_accepted(again, VERIFY)
 
 
-@DOORS
-async def test_a_caller_without_a_hello_times_out(door, monkeypatch):
+@STREAM_METHODS
+async def test_a_caller_without_a_hello_times_out(method, monkeypatch):
     monkeypatch.setattr(streams, "HELLO_S", 0.2)
-    async with cluster() as c, stream_to(c, door) as stream:
-        with told_nothing_but(grpc.StatusCode.DEADLINE_EXCEEDED):
+    async with cluster() as c, stream_to(c, method) as stream:
+        with reveals_only(grpc.StatusCode.DEADLINE_EXCEEDED):
             await within(5, stream.read())

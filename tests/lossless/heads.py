@@ -43,7 +43,7 @@ class ToyConfig:
         return []
 
 
-class ByPlace:
+class StatePositionHead:
     """Head like Medusa's: predicts each later position from the target's state of a token."""
 
     config = ToyConfig(recurs=False)
@@ -56,7 +56,7 @@ class ByPlace:
         return ForwardOutput(likely[states[:, 0].long()].log(), states)
 
 
-class ByToken:
+class StateTokenHead:
     """Head like an MLPSpeculator: its state starts from the target's and includes the tokens drafted after it."""
 
     config = ToyConfig(recurs=True)
@@ -71,7 +71,7 @@ class ByToken:
         return ForwardOutput(self._logits[torch.tensor(tokens)], states + torch.tensor([0.0, 1.0]))
 
 
-class BesideToken(ToyRunner):
+class StateBesideTokenHead(ToyRunner):
     """Head like EAGLE: from a token and the state before it, predicts the next token and the token's own state.
 
     If texts may begin in the middle, a state's position counts from the start of its row.
@@ -148,7 +148,7 @@ class HeadWorld(World):
 class _LastStateWorld(HeadWorld):
     """World whose heads read one state per round."""
 
-    made_of: type[ByPlace] | type[ByToken]
+    made_of: type[StatePositionHead] | type[StateTokenHead]
 
     def _head_method(self) -> HeadDrafter:
         sampler = DraftSampler(self._token_ids, self._setting.vocabulary, self._limits, Calibration())
@@ -160,13 +160,13 @@ class _LastStateWorld(HeadWorld):
 class PlacesWorld(_LastStateWorld):
     """World whose head drafts ahead from the last received target state, up to its maximum position."""
 
-    made_of = ByPlace
+    made_of = StatePositionHead
 
 
 class TokensWorld(_LastStateWorld):
     """World whose head drafts ahead from its own states."""
 
-    made_of = ByToken
+    made_of = StateTokenHead
 
 
 class EagleWorld(HeadWorld):
@@ -174,7 +174,7 @@ class EagleWorld(HeadWorld):
 
     def _head_method(self) -> DraftModel:
         return DraftModel(
-            BesideToken(self._setting.draft_logits, begins_late=self._setting.enough_states is not None),
+            StateBesideTokenHead(self._setting.draft_logits, begins_late=self._setting.enough_states is not None),
             self._token_ids,
             DraftCache(8 * self._count, PAGE_SIZE, unfed=1),
             self._limits,

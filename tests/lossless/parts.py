@@ -85,7 +85,7 @@ class ToyDraft(ToyRunner):
         return output._replace(hidden=output.logits)
 
 
-class Flatter:
+class HalvedLogitsHead:
     """Recurrent head with half of the draft's logits."""
 
     def __init__(self, logits: Tensor, width: int) -> None:
@@ -156,7 +156,7 @@ def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -
         grammars=setting.grammars if setting.masks_drafts else None,
         clock=clock,
         masks=MaskTokens(setting.vocabulary, setting.width),
-        head=Flatter(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
+        head=HalvedLogitsHead(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
     )
 
 

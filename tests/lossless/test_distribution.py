@@ -18,7 +18,7 @@ from torch import Tensor
 
 from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import EOS, Schedule, Setting
-from tests.lossless.world import World, calm, near_patience, only_with_eos_in_time, stormy
+from tests.lossless.world import World, calm, lossy_delays, near_patience, only_with_eos_in_time
 
 VOCABULARY = 4
 SESSIONS = 1000
@@ -119,7 +119,7 @@ def test_non_speculative_decoding_has_the_targets_distribution(new_tokens):
     assert p_value(plainly(new_tokens), plain_texts(new_tokens, SESSIONS, seed=11)) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("schedule", [calm, stormy, near_patience], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schedule", [calm, lossy_delays, near_patience], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("acceptance", list(Acceptance), ids=lambda a: a.name.lower())
 def test_speculation_keeps_the_joint_distribution(acceptance, drafter, schedule):
@@ -150,18 +150,18 @@ def test_a_drafter_draws_from_the_rounded_probabilities_that_it_sends(weight_sca
     assert world.accepted > SESSIONS / 2
 
 
-WAYS_TO_DRAFT_AHEAD = (
+LOOKAHEAD_VARIANTS = (
     pytest.mark.parametrize(
         "several", [{}, {"width": 2}, {"recurrent": 2}], ids=["one at a time", "two by masks", "two by a head"]
     ),
     pytest.mark.parametrize("pages", [4096, 8], ids=["pages for all", "preemption"]),
-    pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__),
+    pytest.mark.parametrize("schedule", [calm, lossy_delays], ids=lambda s: s.__name__),
 )
 
 
 def in_all_ways(test: Callable[..., None]) -> Callable[..., None]:
     """Parametrizes a test of `drafting_ahead` with all parameters."""
-    for mark in WAYS_TO_DRAFT_AHEAD:
+    for mark in LOOKAHEAD_VARIANTS:
         test = mark(test)
     return test
 
@@ -248,8 +248,12 @@ def test_coupled_and_greedy_texts_do_not_depend_on_drafter_schedule_or_draft_len
         return found
 
     plain = outputs(TARGET, calm, draft_tokens=0)
-    for name, schedule, draft_tokens in [("good", calm, 5), ("good", stormy, 3), ("adversarial", near_patience, 2)]:
+    for name, schedule, draft_tokens in [
+        ("good", calm, 5),
+        ("good", lossy_delays, 3),
+        ("adversarial", near_patience, 2),
+    ]:
         assert outputs(DRAFTERS[name], schedule, draft_tokens) == plain
-    for schedule in (calm, stormy):
+    for schedule in (calm, lossy_delays):
         assert outputs(with_best_two_swapped(TARGET), schedule, 3) == plain
     assert sum(branches[-2:]) > 5, "trees hardly ever mattered"

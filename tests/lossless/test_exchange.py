@@ -16,7 +16,7 @@ from protos.messages import Acceptance, Block, Sampling
 from tests.lossless import test_distribution as small
 from tests.lossless import test_trees as trees
 from tests.lossless.parts import Schedule, Setting, a_draft_model
-from tests.lossless.world import World, calm, near_patience, stormy
+from tests.lossless.world import World, calm, lossy_delays, near_patience
 
 SWAPS = 0.5  # probability of an exchange before a pass, or while the drafter is idle
 LEAST_SWAPS = 2
@@ -56,7 +56,7 @@ class ExchangingWorld(World):
 
 @pytest.mark.parametrize(
     ("variant", "schedule"),
-    [("chains", calm), ("chains", near_patience), *[(variant, stormy) for variant in VARIANTS]],
+    [("chains", calm), ("chains", near_patience), *[(variant, lossy_delays) for variant in VARIANTS]],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
 def test_under_rejection_sampling_the_distribution_is_the_targets(variant: str, schedule: Schedule) -> None:
@@ -89,8 +89,8 @@ def test_probabilities_from_other_weights_change_the_distribution() -> None:
     [
         ("chains", calm),
         ("chains", near_patience),
-        ("interrupted", stormy),
-        ("two a forward", stormy),
+        ("interrupted", lossy_delays),
+        ("two a forward", lossy_delays),
         ("recurrent", calm),
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
@@ -102,7 +102,7 @@ def test_coupled_texts_are_those_of_plain_decoding(variant: str, schedule: Sched
     assert world.swaps_with_sessions > LEAST_SWAPS
 
 
-@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda schedule: schedule.__name__)
+@pytest.mark.parametrize("schedule", [calm, lossy_delays], ids=lambda schedule: schedule.__name__)
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "seeded"])
 def test_texts_over_trees_are_those_of_plain_decoding(temperature: float, schedule: Schedule) -> None:
     sampling = Sampling(temperature=temperature)

@@ -12,7 +12,7 @@ from tests.lossless.states import ReadingMethod
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, FEW, FEW_WORLDS, p_value
 from tests.lossless.test_distribution import TARGET as FEW_TOKENS
 from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, NEW_TOKENS, TARGET
-from tests.lossless.world import World, accepted, calm, near_patience, run_worlds, stormy, texts
+from tests.lossless.world import World, accepted, calm, lossy_delays, near_patience, run_worlds, texts
 
 WORLDS = 2
 EACH_KIND = pytest.mark.parametrize(
@@ -37,7 +37,7 @@ PENALISED = Sampling(temperature=1.0, frequency_penalty=0.5)
         pytest.param(GREEDY, calm, id="greedy, calm"),
         pytest.param(GREEDY, near_patience, id="greedy, near patience"),
         pytest.param(COUPLED, calm, id="coupled, calm"),
-        pytest.param(COUPLED, stormy, id="coupled, stormy"),
+        pytest.param(COUPLED, lossy_delays, id="coupled, stormy"),
         pytest.param(PENALISED, calm, id="penalties, calm"),
     ],
 )
@@ -60,7 +60,7 @@ def test_blocks_of_heads_give_the_text_of_non_speculative_decoding(
 def test_heads_that_begin_late_give_the_text_of_non_speculative_decoding(sampling: Sampling, kind: Any) -> None:
     """Lost messages delay the drafters' sessions."""
     plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
-    drafted = replace(plain, schedule=stormy, draft_tokens=BLOCK_LEN, interruption=0.1, pages=64)
+    drafted = replace(plain, schedule=lossy_delays, draft_tokens=BLOCK_LEN, interruption=0.1, pages=64)
     worlds = worlds_of(kind, replace(drafted, reads_states=True, keeps_states=False, enough_states=2))
     assert texts(worlds) == texts(worlds_of(World, plain))
     methods = [drafter.method for world in worlds for drafter in world.drafters.values()]

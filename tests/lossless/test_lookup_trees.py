@@ -15,7 +15,7 @@ from tests.lossless.history import NextLogits, disturbed, drawn_by_history
 from tests.lossless.parts import EOS, Setting
 from tests.lossless.pools import Pools, PoolWorld
 from tests.lossless.test_pools import AT_ONCE, DEAR, UNUSED, VOCABULARY, WORLDS, plainly
-from tests.lossless.world import accepted, calm, near_patience, run_worlds, stormy
+from tests.lossless.world import accepted, calm, lossy_delays, near_patience, run_worlds
 
 NEW_TOKENS = 40
 NEW_TOKENS_ALONE = 60  # lookup drafts only after a repetition
@@ -51,7 +51,7 @@ def worlds(setting: Setting, pools: Pools) -> list[PoolWorld]:
     return made
 
 
-@pytest.mark.parametrize("schedule", [calm, stormy, near_patience], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schedule", [calm, lossy_delays, near_patience], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=list(SAMPLINGS))
 def test_trees_of_continuations_give_the_text_of_non_speculative_decoding(sampling, schedule):
     pools = Pools(TARGET, DRAFT, lookup_alone=True)
@@ -64,7 +64,7 @@ def test_trees_of_continuations_give_the_text_of_non_speculative_decoding(sampli
     ("schedule", "step_cost"),
     [
         pytest.param(calm, None, id="calm"),
-        pytest.param(stormy, None, id="stormy"),
+        pytest.param(lossy_delays, None, id="stormy"),
         pytest.param(near_patience, DEAR, id="near patience, verification dear"),
     ],
 )

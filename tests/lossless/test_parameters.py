@@ -25,7 +25,7 @@ from tests.lossless.pools import Pools, PoolWorld
 from tests.lossless.test_distribution import FALSE_ALARM, p_value_of
 from tests.lossless.test_pools import DRAFT, FEW, FEW_AT_ONCE, FEW_DRAFT, FEW_NEW, FEW_TARGET, FEW_WORLDS, TARGET
 from tests.lossless.test_pools import VOCABULARY as MANY
-from tests.lossless.world import calm, stormy
+from tests.lossless.world import calm, lossy_delays
 from tests.sampling_reference import accept
 
 PROMPT = (1, 2, 3)
@@ -99,7 +99,7 @@ def setting_of(names: tuple[str, ...], base: Sampling) -> Setting:
         unused,
         unused,
         Acceptance.COUPLED,
-        stormy,
+        lossy_delays,
         draft_tokens=4,
         new_tokens=NEW_TOKENS,
         prompt=PROMPT,
@@ -219,7 +219,7 @@ def drawn(
     return Drawn(exact_distribution(generation), samples, branches_accepted)
 
 
-@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schedule", [calm, lossy_delays], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("rule", Acceptance, ids=lambda rule: rule.name.lower())
 def test_unseeded_texts_follow_the_processed_distribution(rule, schedule):
     """Chi-square tests over all three-token texts, each with a false-alarm rate of 1e-5."""

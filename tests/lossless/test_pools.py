@@ -15,7 +15,7 @@ from tests.lossless.history import NextLogits, disturbed, drawn_by_history
 from tests.lossless.parts import EOS, Schedule, Setting
 from tests.lossless.pools import Pools, PoolWorld
 from tests.lossless.test_distribution import FALSE_ALARM, p_value_of
-from tests.lossless.world import calm, near_patience, stormy
+from tests.lossless.world import calm, lossy_delays, near_patience
 from tests.sampling_reference import accept, process
 
 VOCABULARY = 12
@@ -61,8 +61,8 @@ def plainly(generation: Generation, target: NextLogits = TARGET) -> tuple[int, .
     [
         pytest.param(case, schedule, id=f"{case}, {schedule.__name__}")
         for case in CASES
-        for schedule in (calm, stormy, near_patience)
-        if case == "all of it" or schedule is stormy  # single faults run only on the hardest schedule
+        for schedule in (calm, lossy_delays, near_patience)
+        if case == "all of it" or schedule is lossy_delays  # single faults run only on the hardest schedule
     ],
 )
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7)], ids=["greedy", "coupled"])
@@ -124,7 +124,7 @@ def texts_with_losses(schedule: Schedule, worlds: int) -> list[tuple[int, ...]]:
     return samples
 
 
-@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schedule", [calm, lossy_delays], ids=lambda s: s.__name__)
 def test_losses_lookups_and_expensive_verification_keep_the_distribution(schedule):
     samples = texts_with_losses(schedule, FEW_WORLDS)
     assert p_value_of(exact_distribution(FEW_PROMPT), samples) > FALSE_ALARM

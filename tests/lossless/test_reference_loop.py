@@ -17,14 +17,14 @@ from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import EOS, Setting, generations, rounds_in_lock_step, texts_in_lock_step
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, SESSIONS, p_value
 from tests.lossless.test_distribution import TARGET as FEW_TOKENS
-from tests.lossless.world import World, accepted, calm, near_patience, run_worlds, stormy, texts
+from tests.lossless.world import World, accepted, calm, lossy_delays, near_patience, run_worlds, texts
 
 VOCABULARY = 40
 BLOCK_LEN = 4
 NEW_TOKENS = 24
 AT_ONCE = 8
 WORLDS = 2
-SCHEDULES = [calm, stormy, near_patience]
+SCHEDULES = [calm, lossy_delays, near_patience]
 
 
 def logits(seed: int, scale: float) -> torch.Tensor:

@@ -28,11 +28,11 @@ COUPLED = Sampling(temperature=0.7)
 
 
 @dataclass(frozen=True)
-class Way:
-    """Delivery of states; `happens` lists exactly the events that must occur."""
+class StatesSchedule:
+    """Delivery of states; `events` lists exactly the events that must occur."""
 
     delays: Callable[[random.Random], list[float]]  # delay of each copy of a message
-    happens: frozenset[str]
+    events: frozenset[str]
     keeps_order: bool = False  # whether messages of a session keep their order, as on a stream
 
 
@@ -40,7 +40,7 @@ def _late(rng: random.Random) -> list[float]:
     return [rng.uniform(1, 4) * STEP_S if rng.random() < 0.2 else IN_TIME_S]
 
 
-def _twice(rng: random.Random) -> list[float]:
+def _duplicated(rng: random.Random) -> list[float]:
     return [IN_TIME_S, IN_TIME_S + rng.uniform(0, 4) * STEP_S]
 
 
@@ -48,21 +48,21 @@ def _out_of_order(rng: random.Random) -> list[float]:
     return [rng.choice((IN_TIME_S, rng.uniform(0, 4) * STEP_S))]
 
 
-def _now_and_then_never(rng: random.Random) -> list[float]:
+def _sometimes_lost(rng: random.Random) -> list[float]:
     return [IN_TIME_S] if rng.random() < 0.7 else []
 
 
-LATE = Way(_late, frozenset({"late"}), keeps_order=True)
-TWICE = Way(_twice, frozenset({"doubled"}))
-OUT_OF_ORDER = Way(_out_of_order, frozenset({"late", "overtaken"}))
-NOW_AND_THEN_NEVER = Way(_now_and_then_never, frozenset({"lost"}))
-NEVER = Way(lambda rng: [], frozenset({"lost"}))
+LATE = StatesSchedule(_late, frozenset({"late"}), keeps_order=True)
+DUPLICATED = StatesSchedule(_duplicated, frozenset({"doubled"}))
+OUT_OF_ORDER = StatesSchedule(_out_of_order, frozenset({"late", "overtaken"}))
+SOMETIMES_LOST = StatesSchedule(_sometimes_lost, frozenset({"lost"}))
+NEVER = StatesSchedule(lambda rng: [], frozenset({"lost"}))
 
 
-class WayWorld(World):
+class ScheduledWorld(World):
     """World with a separate delivery of states, which counts their outcomes."""
 
-    def __init__(self, way: Way, setting: Setting, sessions: int, seed: int) -> None:
+    def __init__(self, way: StatesSchedule, setting: Setting, sessions: int, seed: int) -> None:
         self._way = way
         self._decided: Counter[str] = Counter()  # verdicts sent to the drafter, by session
         self._latest: dict[str, float] = {}  # latest arrival time, by session
@@ -114,19 +114,19 @@ class WayWorld(World):
         before.append(number)
 
 
-class ReadingOnWays(WayWorld):
+class ScheduledReadingWorld(ScheduledWorld):
     """Variant with `ReadingMethod`, which drafts like the toy target."""
 
 
-class PlacesOnWays(WayWorld, PlacesWorld):
+class ScheduledPlacesWorld(ScheduledWorld, PlacesWorld):
     """Variant with a Medusa head."""
 
 
-class TokensOnWays(WayWorld, TokensWorld):
+class ScheduledTokensWorld(ScheduledWorld, TokensWorld):
     """Variant with an MLPSpeculator head."""
 
 
-class EagleOnWays(WayWorld, EagleWorld):
+class ScheduledEagleWorld(ScheduledWorld, EagleWorld):
     """Variant with an EAGLE head."""
 
 
@@ -143,21 +143,23 @@ def plain_texts(sampling: Sampling) -> list[tuple[int, ...]]:
 
 EACH_KIND = pytest.mark.parametrize(
     "kind",
-    [ReadingOnWays, PlacesOnWays, TokensOnWays, EagleOnWays],
+    [ScheduledReadingWorld, ScheduledPlacesWorld, ScheduledTokensWorld, ScheduledEagleWorld],
     ids=["reading method", "by place", "by token", "beside tokens"],
 )
 EACH_SAMPLING = pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "temperature 0.7"])
 KEPT_OR_NOT = pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not kept"])
 
 
-def run_on(way: Way, kind: type[WayWorld], sampling: Sampling, keeps: bool) -> Sequence[WayWorld]:
+def run_on(
+    way: StatesSchedule, kind: type[ScheduledWorld], sampling: Sampling, keeps: bool
+) -> Sequence[ScheduledWorld]:
     """Runs worlds; asserts correct texts, and exactly the expected events."""
     plain = Setting(TARGET, TARGET, Acceptance.COUPLED, calm, 0, NEW_TOKENS, sampling)
     setting = replace(plain, draft_tokens=BLOCK_LEN, reads_states=True, keeps_states=keeps)
     worlds = [kind(way, each, AT_ONCE, seed) for seed, each in enumerate(settings(setting))]
     assert [text for world in worlds for text in world.run()] == plain_texts(sampling)
     became = sum((world.became for world in worlds), Counter[str]())
-    assert {what for what, count in became.items() if count} == way.happens, became
+    assert {what for what, count in became.items() if count} == way.events, became
     return worlds
 
 
@@ -168,18 +170,18 @@ def run_on(way: Way, kind: type[WayWorld], sampling: Sampling, keeps: bool) -> S
     ("way", "least"),
     [
         pytest.param(LATE, 0.05, id="late"),
-        pytest.param(TWICE, 1.0, id="twice"),
+        pytest.param(DUPLICATED, 1.0, id="twice"),
         pytest.param(OUT_OF_ORDER, 0.05, id="out of order"),
-        pytest.param(NOW_AND_THEN_NEVER, 0.2, id="now and then never"),
+        pytest.param(SOMETIMES_LOST, 0.2, id="now and then never"),
     ],
 )
 def test_states_that_arrive_badly_change_no_token(
-    way: Way, least: float, keeps: bool, sampling: Sampling, kind: type[WayWorld]
+    way: StatesSchedule, least: float, keeps: bool, sampling: Sampling, kind: type[ScheduledWorld]
 ) -> None:
     """`least` is the minimum share of affected messages with states."""
     worlds = run_on(way, kind, sampling, keeps)
     sent = sum(world.sent for world in worlds)
-    for what in way.happens:
+    for what in way.events:
         assert sum(world.became[what] for world in worlds) >= least * sent, f"hardly any was {what}"
     assert all(world.sent_by_way["verdict"] and world.sent_by_way["apart"] for world in worlds), "one way had none"
     assert accepted(worlds) > AT_ONCE * WORLDS, "too few drafts, so this proves nothing"
@@ -189,7 +191,7 @@ def test_states_that_arrive_badly_change_no_token(
 @EACH_SAMPLING
 @KEPT_OR_NOT
 def test_without_states_nothing_is_drafted_and_no_token_changes(
-    keeps: bool, sampling: Sampling, kind: type[WayWorld]
+    keeps: bool, sampling: Sampling, kind: type[ScheduledWorld]
 ) -> None:
     worlds = run_on(NEVER, kind, sampling, keeps)
     for world in worlds:

@@ -9,7 +9,7 @@ from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import Setting
 from tests.lossless.states import ReadingMethod
 from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, DRAFT, NEW_TOKENS, TARGET
-from tests.lossless.world import World, accepted, calm, near_patience, run_worlds, stormy, texts
+from tests.lossless.world import World, accepted, calm, lossy_delays, near_patience, run_worlds, texts
 
 WORLDS = 3
 
@@ -25,7 +25,7 @@ def rows_read(worlds: list[World]) -> int:
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not kept"])
 @pytest.mark.parametrize("pages", [4096, 40], ids=["pages for all", "preemption"])
-@pytest.mark.parametrize("schedule", [calm, stormy, near_patience], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schedule", [calm, lossy_delays, near_patience], ids=lambda s: s.__name__)
 @pytest.mark.parametrize(
     "sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7)], ids=["greedy", "temperature 0.7"]
 )

@@ -15,7 +15,7 @@ from tests.lossless.parts import Schedule, Setting, a_draft_scheduler
 from tests.lossless.test_distribution import DRAFTERS, FALSE_ALARM, FEW, FEW_WORLDS, p_value
 from tests.lossless.test_distribution import TARGET as FEW_TOKENS
 from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, DRAFT, NEW_TOKENS, TARGET, without_drafts
-from tests.lossless.world import ToyDrafter, World, accepted, calm, near_patience, run_worlds, stormy, texts
+from tests.lossless.world import ToyDrafter, World, accepted, calm, lossy_delays, near_patience, run_worlds, texts
 
 
 class SuffixWorld(World):
@@ -34,7 +34,7 @@ def a_method() -> SuffixLookup:
     return SuffixLookup(SuffixOptions(max_ngram=4, min_ngram=1), clock=lambda: 0.0)
 
 
-@pytest.mark.parametrize("schedule", [calm, stormy, near_patience], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schedule", [calm, lossy_delays, near_patience], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.4)], ids=["greedy", "coupled"])
 def test_suffix_lookup_gives_the_text_of_non_speculative_decoding(sampling, schedule):
     method = a_method()
@@ -68,6 +68,6 @@ def p_value_over_answers_of_others(schedule: Schedule, worlds: int) -> float:
     return p_value(setting, samples)
 
 
-@pytest.mark.parametrize("schedule", [calm, stormy], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schedule", [calm, lossy_delays], ids=lambda s: s.__name__)
 def test_under_rejection_sampling_the_distribution_is_the_targets(schedule):
     assert p_value_over_answers_of_others(schedule, FEW_WORLDS) > FALSE_ALARM

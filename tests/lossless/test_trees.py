@@ -14,7 +14,7 @@ from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Block, Sampling
 from tests.lossless.parts import Setting
 from tests.lossless.test_reference_loop import AT_ONCE, DRAFT, NEW_TOKENS, TARGET, VOCABULARY, WORLDS
-from tests.lossless.world import World, accepted, calm, near_patience, run_worlds, stormy, texts
+from tests.lossless.world import World, accepted, calm, lossy_delays, near_patience, run_worlds, texts
 
 BLOCK_LEN = 6
 FEW_PAGES = 18  # shared by all sessions; one session may need 14
@@ -59,7 +59,7 @@ def without_drafts(sampling: Sampling) -> list[tuple[int, ...]]:
     [
         pytest.param(calm, 4096, id="calm"),
         pytest.param(calm, FEW_PAGES, id="calm with preemption"),
-        pytest.param(stormy, FEW_PAGES, id="stormy with preemption"),
+        pytest.param(lossy_delays, FEW_PAGES, id="stormy with preemption"),
         pytest.param(near_patience, 4096, id="near patience"),
     ],
 )

@@ -48,7 +48,7 @@ def calm(message: Message, rng: random.Random) -> list[float]:
     return [HOP_S]
 
 
-def stormy(message: Message, rng: random.Random) -> list[float]:
+def lossy_delays(message: Message, rng: random.Random) -> list[float]:
     """Loses, duplicates, delays and reorders messages; delays are above and below the target's wait limit."""
     copies = rng.choices((0, 1, 2), weights=(20, 60, 20))[0]
     return [rng.uniform(0.0, 1.2 * STEP_S) for _ in range(copies)]
@@ -226,8 +226,8 @@ class World:
         if drafting.is_empty:
             return
         drafter.is_busy = True
-        told: list[list[Proposal]] = []
-        told.append(make_pass(drafter.method, drafting, self._is_interrupted, told.append))
+        early_proposals: list[list[Proposal]] = []
+        early_proposals.append(make_pass(drafter.method, drafting, self._is_interrupted, early_proposals.append))
 
         def offer(proposals: list[Proposal]) -> None:
             if self.drafters[address] is drafter:
@@ -236,8 +236,8 @@ class World:
         def end() -> None:
             drafter.is_busy = False
 
-        for index, proposals in enumerate(told, 1):
-            self._after(PASS_S * index / len(told), lambda p=proposals: offer(p))
+        for index, proposals in enumerate(early_proposals, 1):
+            self._after(PASS_S * index / len(early_proposals), lambda p=proposals: offer(p))
         self._after(PASS_S, end)
 
     def _is_interrupted(self) -> bool:

@@ -117,15 +117,15 @@ def test_blocks_of_earlier_drafters_are_late_and_those_of_strangers_refused():
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 def test_messages_before_the_open_need_a_token_too(is_first):
-    thief = """
+    stolen = """
         thief#1: Attach s 1,2
         thief#1: Block s 1,2 :6
     """
     Target().run(f"""
-        {thief if is_first else ""}
+        {stolen if is_first else ""}
         drafter#1: Attach s 1,2 assignment_token=secret/s/1
         drafter#1: Block s 1,2 :5
-        {"" if is_first else thief}
+        {"" if is_first else stolen}
         router#1: Open s 1,2 token_key=secret -> drafter#1 <- DraftRequest s 1,2 max_tokens=4
         show dropped -> dropped=not_assigned:1
         plan

@@ -54,7 +54,7 @@ def test_the_vllm_adapter_is_still_needed():
         assert allowed <= set(imported(ROOT / path))
 
 
-def room_of(dotted: str) -> str:
+def package_of(dotted: str) -> str:
     """Returns the folder of a module or of a name in it; a top-level module of a package counts as a folder."""
     parts = dotted.split(".")
     while not (ROOT.joinpath(*parts).is_dir() or ROOT.joinpath(*parts).with_suffix(".py").is_file()):
@@ -64,20 +64,20 @@ def room_of(dotted: str) -> str:
     return ".".join(parts[:-1])
 
 
-def rooms_imported() -> dict[str, set[str]]:
+def packages_imported() -> dict[str, set[str]]:
     """Returns the other folders that each folder's modules import."""
     found: dict[str, set[str]] = defaultdict(set)
     for package in LAYERS:
         for path in modules(package):
-            room = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+            room = package_of(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in LAYERS:
-                    found[room] |= {room_of(f"{node.module}.{alias.name}") for alias in node.names} - {room}
+                    found[room] |= {package_of(f"{node.module}.{alias.name}") for alias in node.names} - {room}
     return found
 
 
 def test_no_two_rooms_import_each_other_in_a_circle():
-    graphlib.TopologicalSorter(rooms_imported()).prepare()  # raises CycleError, which names the cycle
+    graphlib.TopologicalSorter(packages_imported()).prepare()  # raises CycleError, which names the cycle
 
 
 @pytest.mark.parametrize("package", LAYERS)

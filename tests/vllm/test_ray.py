@@ -66,7 +66,7 @@ def ask(served: Served, prompt: str, **options: object) -> str:
     return str(answer.choices[0].message.content)
 
 
-def stream_and_disturb(served: Served, prompt: str, after: int, happening: Callable[[], None]) -> str:
+def stream_and_disturb(served: Served, prompt: str, after: int, disturbance: Callable[[], None]) -> str:
     """Returns the whole answer; runs a disturbance after the given number of chunks."""
     pieces: list[str] = []
     answer = served.client.chat.completions.create(
@@ -80,7 +80,7 @@ def stream_and_disturb(served: Served, prompt: str, after: int, happening: Calla
         if piece := event.choices[0].delta.content:
             pieces.append(piece)
             if len(pieces) == after:
-                happening()
+                disturbance()
     assert len(pieces) > after, "the answer was over before anything had happened"
     return "".join(pieces)
 
@@ -124,10 +124,10 @@ def test_a_drafter_killed_in_mid_stream_changes_no_token(served: Served, referen
 
 
 def test_a_target_killed_in_mid_stream_loses_and_repeats_no_token(served: Served, reference: Reference) -> None:
-    def kill_the_busy_one() -> None:
+    def kill_busy_process() -> None:
         (busy,) = [replica["pid"] for replica in served.inspect("Target") if not replica["idle"]]
         os.kill(busy, signal.SIGKILL)
 
-    text = stream_and_disturb(served, bench_prompts()[3], 5, kill_the_busy_one)
+    text = stream_and_disturb(served, bench_prompts()[3], 5, kill_busy_process)
     reference.assert_greedy(bench_prompts()[3], STREAMED, text)
     eventually(lambda: len(served.inspect("Target")) == 2, "Serve has replaced the replica", 240)

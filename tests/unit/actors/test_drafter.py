@@ -56,7 +56,7 @@ class InterruptedMethod(DraftModel):
         super().close(sessions)
 
 
-class Nowhere:
+class HangingCredentials:
     """Credentials that let every dial to a target hang."""
 
     metadata = ()
@@ -64,7 +64,7 @@ class Nowhere:
     def __init__(self) -> None:
         self.dialed: list[str] = []
 
-    def dial(self, address: str, peer: PeerRole) -> "Nowhere":
+    def dial(self, address: str, peer: PeerRole) -> "HangingCredentials":
         self.dialed.append(address)
         return self
 
@@ -78,7 +78,7 @@ class Nowhere:
 def a_drafter(
     method: Any, draft_ahead: bool = False, clock: Callable[[], float] = time.monotonic, **more: Any
 ) -> Drafter:
-    access: Any = TargetAccess(credentials=Nowhere())  # type: ignore[arg-type]
+    access: Any = TargetAccess(credentials=HangingCredentials())  # type: ignore[arg-type]
     return Drafter(method, LIMITS, "v", "m", draft_ahead, clock, **{"access": access} | more)
 
 
@@ -117,7 +117,7 @@ async def test_sessions_that_change_while_pages_come_back_find_some():
 
 
 async def test_only_known_targets_are_dialed():
-    nowhere: Any = Nowhere()
+    nowhere: Any = HangingCredentials()
     drafter = a_drafter(InterruptedMethod(), access=TargetAccess(credentials=nowhere, known=lambda: frozenset({"t1"})))
     stream, outbox = drafter.router_up(Hello("router", "v", "m"))
     drafter.receive(stream, Decoded((to_open("a"), replace(to_open("b"), target_address="t2"))))
@@ -209,7 +209,7 @@ class EarlyMethod(OneToken):
         return []
 
 
-class Astray(OneToken):
+class UnknownSessionMethod(OneToken):
     """Method whose blocks belong to an unknown session."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -243,7 +243,7 @@ async def test_a_block_is_sent_when_it_leaves_which_may_be_before_its_pass_ends(
 
 
 async def test_a_pass_that_brings_no_block_sends_none():
-    method = Astray()
+    method = UnknownSessionMethod()
     drafter = a_drafter(method)
     async with drafting(drafter) as (stream, _):
         for session in ("a", "b"):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.chaos.recovery import LOST_NOTICED_S, NOTICED_S, Blow, Sizes, Stream, is_open, stall_s, table, whole_s
+from tests.chaos.recovery import LOST_NOTICED_S, NOTICED_S, Failure, Sizes, Stream, is_open, stall_s, table, whole_s
 
-BLOW = Blow("target killed", 10.0, ("Target",))
-STOP = Blow("target stopped", 10.0, ("Target",), stopped_s=2.0)
+BLOW = Failure("target killed", 10.0, ("Target",))
+STOP = Failure("target stopped", 10.0, ("Target",), stopped_s=2.0)
 WANTED = {"Target": 2, "Drafter": 1}
 
 
@@ -56,7 +56,7 @@ def test_a_resumed_replica_may_be_replaced_afterwards(seen: list[Sizes], expecte
 
 
 @pytest.mark.parametrize(
-    ("blow", "seen", "now_s", "expected"),
+    ("failure", "seen", "now_s", "expected"),
     [
         (BLOW, sizes((11.0, 2)), 11.0, True),  # not noticed yet
         (BLOW, sizes((11.0, 2), (12.0, 1)), 12.0, True),
@@ -67,23 +67,25 @@ def test_a_resumed_replica_may_be_replaced_afterwards(seen: list[Sizes], expecte
         (STOP, sizes((11.0, 2)), 12.0 + NOTICED_S, True),
         (STOP, sizes((11.0, 2)), 12.0 + NOTICED_S + 1, False),
         (STOP, sizes((20.0, 1), (50.0, 1)), 50.0, True),
-        (Blow("stream cut", 10.0), sizes((11.0, 2)), 11.0, False),
+        (Failure("stream cut", 10.0), sizes((11.0, 2)), 11.0, False),
     ],
 )
-def test_a_fault_is_open_until_its_pool_recovers(blow: Blow, seen: list[Sizes], now_s: float, expected: bool) -> None:
-    assert is_open(blow, seen, WANTED, now_s) == expected
+def test_a_fault_is_open_until_its_pool_recovers(
+    failure: Failure, seen: list[Sizes], now_s: float, expected: bool
+) -> None:
+    assert is_open(failure, seen, WANTED, now_s) == expected
 
 
 def test_other_pools_do_not_count() -> None:
     seen = [Sizes(11.0, {"Target": 1, "Drafter": 1}), Sizes(12.0, {"Target": 2, "Drafter": 1})]
-    assert whole_s(Blow("drafter killed", 10.0, ("Drafter",)), seen, WANTED) is None
+    assert whole_s(Failure("drafter killed", 10.0, ("Drafter",)), seen, WANTED) is None
 
 
 def test_the_table_has_a_row_for_each_kind() -> None:
-    blows = [BLOW, Blow("target killed", 20.0, ("Target",)), Blow("stream cut", 30.0)]
+    failures = [BLOW, Failure("target killed", 20.0, ("Target",)), Failure("stream cut", 30.0)]
     streams = [Stream(1.0, [10.5, 12.1, 19.9, 23.0, 30.1])]
     seen = sizes((9.0, 2), (11.0, 1), (12.0, 2), (21.0, 1), (25.0, 2))
-    assert table(blows, streams, seen, WANTED)[2:] == [
+    assert table(failures, streams, seen, WANTED)[2:] == [
         "| stream cut | 1 | 0.1 (most 0.1) | - |",
         "| target killed | 2 | 2.3 (most 3.0) | 3.5 (most 5.0) |",
     ]

@@ -182,8 +182,8 @@ def test_options_of_a_method_that_is_not_used_are_refused(draft, named):
     assert validated(SMALLEST | {"draft": both}).draft.ngram.max_ngram == 9
 
 
-@pytest.mark.parametrize(("old", "fate"), MOVED_KEYS.items())
-def test_a_key_of_an_earlier_release_is_refused_with_what_became_of_it(tmp_path, old, fate):
+@pytest.mark.parametrize(("old", "replacement"), MOVED_KEYS.items())
+def test_a_key_of_an_earlier_release_is_refused_with_what_became_of_it(tmp_path, old, replacement):
     """The key may come from the file, the environment or the command line."""
     section, key = old.split(".")
     variable = f"SLIPSTREAM__{section.upper()}__{key.upper()}"
@@ -194,13 +194,15 @@ def test_a_key_of_an_earlier_release_is_refused_with_what_became_of_it(tmp_path,
     ):
         with pytest.raises(ConfigError) as error:
             load_config(written(tmp_path, data), overrides, environment)
-        assert f"{old} {fate}" in str(error.value)
+        assert f"{old} {replacement}" in str(error.value)
 
 
-@pytest.mark.parametrize("fate", [fate for fate in MOVED_KEYS.values() if fate.startswith("is draft")])
-def test_renamed_keys_point_to_existing_keys(fate):
+@pytest.mark.parametrize(
+    "replacement", [replacement for replacement in MOVED_KEYS.values() if replacement.startswith("is draft")]
+)
+def test_renamed_keys_point_to_existing_keys(replacement):
     part = SlipstreamConfig
-    for name in fate.split()[1].split("."):
+    for name in replacement.split()[1].split("."):
         assert name in part.model_fields
         part = part.model_fields[name].annotation
 

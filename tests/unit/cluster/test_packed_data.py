@@ -23,7 +23,7 @@ class Answer:
 SHAPE = TypeAdapter(Answer)
 
 
-class Touches:
+class CreatesFile:
     """Object that creates a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +61,7 @@ def test_other_values_are_refused(data: bytes) -> None:
 def test_a_pickle_is_refused_and_not_run(pack: Callable[[object], bytes], tmp_path: Path) -> None:
     path = tmp_path / "touched"
     with pytest.raises(ValueError, match=r"packed data|Answer"):
-        unpacked(pack(Touches(path)), SHAPE)
+        unpacked(pack(CreatesFile(path)), SHAPE)
     assert not path.exists()
 
 

@@ -79,11 +79,11 @@ def deployments() -> dict[str, list[Json]]:
         for component in COMPONENTS
         if component not in overlay_config("l4-h100").kubernetes.components
     }
-    trusting = {
+    with_trust = {
         "l4-h100-with-certificates": TrustConfig(certificates="/etc/slipstream/{role}"),
         "l4-h100-with-a-token": TrustConfig(token_file="/etc/slipstream/token/tokens"),
     }
-    return plain | more | {name: _with_trust(plain["l4-h100"], trust) for name, trust in trusting.items()}
+    return plain | more | {name: _with_trust(plain["l4-h100"], trust) for name, trust in with_trust.items()}
 
 
 def _with_trust(objects: list[Json], trust: TrustConfig) -> list[Json]:
@@ -117,15 +117,15 @@ def deployment_parts(service: Json) -> dict[str, Json]:
 def slipstream_config(service: Json) -> SlipstreamConfig:
     """Returns the application's configuration, with the settings of individual deployments."""
     (application,) = serve_config(service)["applications"]
-    told = deployment_parts(service)
+    parts = deployment_parts(service)
     config = validated(application["args"])
     for name in ("Drafter", "Router"):
-        config = with_own_part(config, told[name]["ray_actor_options"]["runtime_env"]["env_vars"])
+        config = with_own_part(config, parts[name]["ray_actor_options"]["runtime_env"]["env_vars"])
     data = config.model_dump(exclude_defaults=True)
     for pool, name in (("target", "Target"), ("draft", "Drafter")):
-        scaled = told[name]["autoscaling_config"]
+        scaled = parts[name]["autoscaling_config"]
         data[pool]["replicas"] = {"min": scaled["min_replicas"], "max": scaled["max_replicas"]}
-    data.setdefault("server", {})["routers"] = told["Router"]["num_replicas"]
+    data.setdefault("server", {})["routers"] = parts["Router"]["num_replicas"]
     return validated(data)
 
 

@@ -89,9 +89,9 @@ def test_alerts_fire_as_expected(
     tmp_path: Path, alert: str, series: dict[str, str], labels: Any, firing: list[str], silent: list[str]
 ) -> None:
     rule = rules()[alert]
-    told = {"exp_labels": {**rule["labels"], **labels}, "exp_annotations": rule["annotations"]}
+    expected_alert = {"exp_labels": {**rule["labels"], **labels}, "exp_annotations": rule["annotations"]}
     checks = [
-        {"eval_time": time, "alertname": alert, "exp_alerts": [told] if time in firing else []}
+        {"eval_time": time, "alertname": alert, "exp_alerts": [expected_alert] if time in firing else []}
         for time in (*firing, *silent)
     ]
     given = [{"series": name, "values": values} for name, values in series.items()]

@@ -38,7 +38,7 @@ def deployments(config: SlipstreamConfig) -> dict[str, dict[str, Any]]:
     return {one.name: one.model_dump(exclude_unset=True) for one in schema.deployments}
 
 
-def told_by_environment(config: SlipstreamConfig, pool: str) -> dict[str, str]:
+def own_environment(config: SlipstreamConfig, pool: str) -> dict[str, str]:
     variables: dict[str, str] = deployments(config)[pool]["ray_actor_options"]["runtime_env"]["env_vars"]
     return variables
 
@@ -52,7 +52,7 @@ def replaced(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
     return {name for name in POOLS if any(old[name].get(option) != new[name].get(option) for option in PLACED)}
 
 
-def told_anew(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
+def reconfigured(before: SlipstreamConfig, after: SlipstreamConfig) -> set[str]:
     old, new = deployments(before), deployments(after)
     return {name for name in POOLS if old[name].get("user_config") != new[name].get("user_config")}
 
@@ -63,7 +63,7 @@ def named(given: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("change", "who", "told"),
+    ("change", "restarted", "updated"),
     [
         ({"draft": {"replicas": {"min": 0, "max": 4}}}, NOBODY, NOBODY),
         ({"target": {"replicas": {"min": 2, "max": 4}}}, NOBODY, NOBODY),
@@ -84,11 +84,13 @@ def named(given: object) -> str:
     ],
     ids=named,
 )
-def test_a_change_replaces_only_the_affected_deployments(change: dict[str, Any], who: set[str], told: set[str]) -> None:
+def test_a_change_replaces_only_the_affected_deployments(
+    change: dict[str, Any], restarted: set[str], updated: set[str]
+) -> None:
     before, after = validated(CONFIG), validated(merged(CONFIG, change))
     assert before != after
-    assert replaced(before, after) == who
-    assert told_anew(before, after) == told
+    assert replaced(before, after) == restarted
+    assert reconfigured(before, after) == updated
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_options_of_independent_methods_affect_only_drafters(method: str, option
 
 
 @pytest.mark.parametrize(
-    ("change", "who"),
+    ("change", "restarted"),
     [
         ({"draft": {"replicas": {"max": 3}}}, NOBODY),
         ({"draft": {"max_sessions": 40}}, {"Drafter"}),
@@ -116,9 +118,9 @@ def test_options_of_independent_methods_affect_only_drafters(method: str, option
     ],
     ids=named,
 )
-def test_options_of_heads_affect_the_target(change: dict[str, Any], who: set[str]) -> None:
+def test_options_of_heads_affect_the_target(change: dict[str, Any], restarted: set[str]) -> None:
     data = merged({"model": {"target": "owner/target"}}, EAGLE)
-    assert replaced(validated(data), validated(merged(data, change))) == who
+    assert replaced(validated(data), validated(merged(data, change))) == restarted
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,7 @@ def test_without_an_own_part_the_shared_configuration_applies() -> None:
 def test_node_variables_do_not_override_a_replicas_part() -> None:
     config = validated(CONFIG)
     assert with_own_part(config, {"SLIPSTREAM__SERVER": "{}", "SLIPSTREAM__DRAFT": '{"method": "suffix"}'}) == config
-    variables = {name for pool in ("Drafter", "Router") for name in told_by_environment(config, pool)}
+    variables = {name for pool in ("Drafter", "Router") for name in own_environment(config, pool)}
     assert len(variables) == 2
     assert not [name for name in variables if name.startswith(ENVIRONMENT_PREFIX)]
 
@@ -191,7 +193,7 @@ def test_dollar_signs_survive_rays_expansion() -> None:
     config = validated(merged(CONFIG, {"server": server, "draft": {"model": "/models/$HOME/draft"}}))
     with patch.dict(os.environ, {"POD_NAME": "pod", "HOME": "/root"}):
         for pool in ("Drafter", "Router"):
-            update_envs(told_by_environment(config, pool))
+            update_envs(own_environment(config, pool))
         whole = with_own_part(config, os.environ)
     assert whole.server.audit == config.server.audit
     assert whole.server.response_template == config.server.response_template

@@ -43,15 +43,15 @@ def test_drafters_and_routers_share_the_target_pool() -> None:
     assert drafters._bound_deployment.init_args[1] is targets
 
 
-@pytest.mark.parametrize(("log_format", "told"), [("text", None), ("json", {"encoding": "JSON"})])
-def test_the_log_format_applies_to_all_replicas(log_format: str, told: dict[str, str] | None) -> None:
+@pytest.mark.parametrize(("log_format", "expected"), [("text", None), ("json", {"encoding": "JSON"})])
+def test_the_log_format_applies_to_all_replicas(log_format: str, expected: dict[str, str] | None) -> None:
     config = validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}, "server": {"log_format": log_format}})
     router = application(config)._bound_deployment
     replicas = [router, *(pool._bound_deployment for pool in router.init_args[1:])]
     assert [one.name for one in replicas] == ["Router", "Target", "Drafter"]
     for one in replicas:
         encoding = None if one.logging_config is None else {"encoding": one.logging_config["encoding"]}
-        assert encoding == told
+        assert encoding == expected
 
 
 @pytest.mark.parametrize(

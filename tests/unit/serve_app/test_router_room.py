@@ -76,8 +76,8 @@ def test_log_lines_name_the_session_in_text_and_as_a_field(router: Router, caplo
     malformed = Malformed("Verdict", "91ab\n", 1, "no tokens")
     with caplog.at_level(logging.INFO, "serve_app.router"):
         router._receive("target:1", Decoded((refusal,), (malformed,)))
-    told = [(line.getMessage(), vars(line)["session"]) for line in caplog.records]
-    assert told == [
+    logged = [(line.getMessage(), vars(line)["session"]) for line in caplog.records]
+    assert logged == [
         ("target:1 refuses session '5f3c': full", "5f3c"),
         ("malformed Verdict from target:1 for session '91ab\\n': no tokens", "91ab\n"),
     ]

@@ -25,17 +25,17 @@ def test_the_printed_file_equals_what_up_deploys(tmp_path: Path) -> None:
     path.write_text(CONFIG)
     printed = CliRunner().invoke(app, ["config", "serve", str(path), "--set", "server.port=8124"])
     assert printed.exit_code == 0
-    told = ServeDeploySchema.model_validate(yaml.safe_load(printed.stdout))
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(printed.stdout))
     config = validated(yaml.safe_load(CONFIG.replace("8123", "8124")))
-    assert [one.model_dump(exclude_unset=True) for one in told.applications] == [
+    assert [one.model_dump(exclude_unset=True) for one in schema.applications] == [
         application_schema(config, "slipstream", "/").model_dump(exclude_unset=True)
     ]
-    assert (told.http_options.host, told.http_options.port, told.http_options.keep_alive_timeout_s) == (
+    assert (schema.http_options.host, schema.http_options.port, schema.http_options.keep_alive_timeout_s) == (
         "0.0.0.0",
         8124,
         30,
     )
-    assert told.proxy_location == "EveryNode"
+    assert schema.proxy_location == "EveryNode"
 
 
 def test_a_public_address_without_keys_is_refused(tmp_path: Path) -> None:

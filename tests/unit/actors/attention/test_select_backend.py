@@ -43,7 +43,7 @@ class Clock:
         return self.now
 
 
-class Paced:
+class TimedBackend:
     """Gathering backend with a simulated duration per layer and a changed result."""
 
     takes_trees = True
@@ -79,12 +79,12 @@ def failing() -> AttentionBackend:
 
 def test_the_fastest_right_backend_is_chosen_and_others_have_a_reason(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("actors.attention.select_backend.SdpaGather", lambda: Paced("gathered", clock, 3.0))
+    monkeypatch.setattr("actors.attention.select_backend.SdpaGather", lambda: TimedBackend("gathered", clock, 3.0))
     makes = {
-        "slow": lambda: Paced("slow", clock, 2.0),
-        "wrong": lambda: Paced("wrong", clock, 0.5, lambda found: found * 1.01),
-        "nan": lambda: Paced("nan", clock, 0.5, lambda found: torch.full_like(found, torch.nan)),
-        "quick": lambda: Paced("quick", clock, 1.0),
+        "slow": lambda: TimedBackend("slow", clock, 2.0),
+        "wrong": lambda: TimedBackend("wrong", clock, 0.5, lambda found: found * 1.01),
+        "nan": lambda: TimedBackend("nan", clock, 0.5, lambda found: torch.full_like(found, torch.nan)),
+        "quick": lambda: TimedBackend("quick", clock, 1.0),
         "absent": failing,
     }
     backend, report = fastest(makes, Trial(SHAPE, CPU), 1e-4, clock)
@@ -114,13 +114,13 @@ def test_an_error_that_is_no_refusal_is_not_swallowed():
 def test_a_backend_that_is_wrong_about_trees_serves_without_them():
     """Wrong logits must not decide trees, but such a kernel is still useful for chains."""
 
-    class Blind(Flex):
+    class TreeIgnoringFlex(Flex):
         name = "blind"
 
         def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> SdpaGatherPlan:
             return SdpaGatherPlan([replace(row, parents=()) for row in rows], cache)
 
-    _, report = fastest({"blind": lambda: Blind(flex_attention)}, Trial(SHAPE, CPU), 1e-4, getting_faster())
+    _, report = fastest({"blind": lambda: TreeIgnoringFlex(flex_attention)}, Trial(SHAPE, CPU), 1e-4, getting_faster())
     assert (report.chosen, report.takes_trees) == ("blind", False)
     assert "off by" in report.tried[1].no_trees
 
@@ -159,12 +159,12 @@ def test_a_model_without_windows_is_tried_without_them():
 def test_kernels_for_trees_are_built_only_where_trees_are_taken(trees):
     planned: list[InputRow] = []
 
-    class Noting(SdpaGather):
+    class RecordingGather(SdpaGather):
         def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> SdpaGatherPlan:
             planned.extend(rows)
             return super().plan(rows, cache)
 
-    Trial(SHAPE, CPU).build(Noting(), trees)
+    Trial(SHAPE, CPU).build(RecordingGather(), trees)
     assert any(row.parents for row in planned) == trees
 
 

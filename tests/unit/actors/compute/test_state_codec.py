@@ -19,7 +19,7 @@ def some_rows(seed: int, count: int, scale: float) -> torch.Tensor:
     return scale * drawn
 
 
-def there_and_back(rows: torch.Tensor, dtype: StateDtype) -> torch.Tensor:
+def round_trip(rows: torch.Tensor, dtype: StateDtype) -> torch.Tensor:
     layout = StatesFormat(rows.shape[1], dtype)
     data = encode_rows(rows, dtype).numpy().tobytes()
     assert len(data) == len(rows) * layout.row_bytes
@@ -30,27 +30,27 @@ def there_and_back(rows: torch.Tensor, dtype: StateDtype) -> torch.Tensor:
 @given(seed=st.integers(0, 99), count=st.integers(0, 5), scale=st.sampled_from([1e-3, 1.0, 300.0]))
 def test_bfloat16_comes_back_as_torch_rounds_it(given_as, seed, count, scale):
     rows = some_rows(seed, count, scale).to(given_as)
-    assert torch.equal(there_and_back(rows, StateDtype.BFLOAT16), rows.to(torch.bfloat16).float())
+    assert torch.equal(round_trip(rows, StateDtype.BFLOAT16), rows.to(torch.bfloat16).float())
 
 
 @given(seed=st.integers(0, 99), count=st.integers(1, 5), scale=st.sampled_from([1e-3, 1.0, 300.0]))
 def test_eight_bits_keep_each_element_to_a_sixteenth_of_itself(seed, count, scale):
     """e4m3 has three bits after the first; below its smallest normal number, elements are kept to a part of that."""
     rows = some_rows(seed, count, scale)
-    error = (there_and_back(rows, StateDtype.FLOAT8) - rows).abs()
+    error = (round_trip(rows, StateDtype.FLOAT8) - rows).abs()
     least = rows.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max * 2**-10
     assert bool((error <= rows.abs() / 16 + least * 1.001).all())
 
 
 def test_each_token_has_a_scale_of_its_own():
     rows = torch.cat([some_rows(1, 1, 1e-4), some_rows(2, 1, 1e4)])
-    alone = there_and_back(rows[:1], StateDtype.FLOAT8)
-    assert torch.equal(there_and_back(rows, StateDtype.FLOAT8)[:1], alone)
+    alone = round_trip(rows[:1], StateDtype.FLOAT8)
+    assert torch.equal(round_trip(rows, StateDtype.FLOAT8)[:1], alone)
     assert bool(alone.any())
 
 
 def test_a_zero_row_stays_zero():
-    assert not there_and_back(torch.zeros(2, WIDTH), StateDtype.FLOAT8).any()
+    assert not round_trip(torch.zeros(2, WIDTH), StateDtype.FLOAT8).any()
 
 
 def test_bytes_are_little_endian_with_the_scale_last():

@@ -57,7 +57,7 @@ SAMPLINGS = pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", 
 
 
 @value
-class Want:
+class WantedBlock:
     """Session's text and requested block; with `unverified`, requests lookahead blocks for a step over that tree."""
 
     open: Open
@@ -97,29 +97,32 @@ class Want:
             chances=self.chances,
         )
 
-    def after(self, *tokens: int, **changes: Any) -> "Want":
+    def after(self, *tokens: int, **changes: Any) -> "WantedBlock":
         """Returns the request for a block after a verdict with these tokens."""
         whole = (*self.tokens, *tokens)
         return replace(self, tokens=whole, prefix_hash=Prefix(KEY, whole).hash, unverified=None, **changes)
 
-    def under(self, tree: DraftTree | Sequence[int], **changes: Any) -> "Want":
+    def under(self, tree: DraftTree | Sequence[int], **changes: Any) -> "WantedBlock":
         """Returns the lookahead request during the verification of this chain or tree."""
         unverified = tree if isinstance(tree, DraftTree) else DraftTree.chain(tuple(tree))
         return replace(self, **{"max_tokens": self.open.draft_tokens, "unverified": unverified} | changes)
 
 
-OWN_FIELDS = {field.name for field in dataclasses.fields(Want)}
+OWN_FIELDS = {field.name for field in dataclasses.fields(WantedBlock)}
 
 
-def a_want(tokens: Sequence[int], max_tokens: int = 3, session: str = "s", **changes: Any) -> Want:
+def wanted_block(tokens: Sequence[int], max_tokens: int = 3, session: str = "s", **changes: Any) -> WantedBlock:
     """Returns a request with `changes` to its fields or its Open; all but the first token were generated."""
     own = {name: changes.pop(name) for name in OWN_FIELDS & changes.keys()}
     opened = an_open(session, **{"sampling": GREEDY, "tokens": (1,)} | changes)
-    return Want(opened, tuple(tokens), Prefix(KEY, tuple(tokens)).hash, max_tokens, **own)
+    return WantedBlock(opened, tuple(tokens), Prefix(KEY, tuple(tokens)).hash, max_tokens, **own)
 
 
 def propose(
-    method: DraftingMethod, wants: Sequence[Want], interrupted: Callable[[], bool] = never, early: Early = dismiss
+    method: DraftingMethod,
+    wants: Sequence[WantedBlock],
+    interrupted: Callable[[], bool] = never,
+    early: Early = dismiss,
 ) -> list[Proposal]:
     """Opens the sessions, keeping cached tokens, and drafts; regular blocks precede lookahead blocks."""
     for want in wants:
@@ -130,7 +133,7 @@ def propose(
     return found + (method.draft_ahead(ahead, interrupted, early) if ahead else [])
 
 
-def block_of(method: DraftingMethod, want: Want) -> Proposal:
+def block_of(method: DraftingMethod, want: WantedBlock) -> Proposal:
     (proposal,) = propose(method, [want])
     return proposal
 
@@ -342,7 +345,7 @@ def decided(known: Case, next_token: str = "next_token") -> tuple[int, ...]:
     return (*known["input_ids"].tolist(), int(known[next_token if next_token in known else "anchor"]))
 
 
-def drafted(method: Any, want: Want, rows: Any, at: int = 0) -> Proposal:
+def drafted(method: Any, want: WantedBlock, rows: Any, at: int = 0) -> Proposal:
     """Opens a session, passes state rows from position `at` on, drafts, and closes the session."""
     method.open(replace(want.open, tokens=want.tokens))
     method.states(want.open.session, at, rows)

@@ -26,14 +26,14 @@ from tests.unit.actors.drafters.drafting import (
     VOCABULARY,
     PrefixRunner,
     SpyRunner,
-    Want,
+    WantedBlock,
     a_method,
-    a_want,
     after_checks,
     are_beginnings,
     block_of,
     never,
     propose,
+    wanted_block,
 )
 
 PREFIX = (1, 2, 3)
@@ -45,7 +45,7 @@ def new_method(**options: object) -> DraftModel:
 
 
 def drafted_ahead(
-    method: DraftModel, want: Want, interrupted: Callable[[], bool] = never
+    method: DraftModel, want: WantedBlock, interrupted: Callable[[], bool] = never
 ) -> tuple[Proposal, list[Proposal]]:
     """Returns the block for a request, and the lookahead blocks for its outcomes."""
     block = block_of(method, want)
@@ -88,7 +88,7 @@ def test_each_likely_outcome_gets_a_whole_block(acceptance, sampling):
     """Outcomes are each possible rejection and full acceptance, up to a limit."""
     lengths: set[int] = set()
     for prefix in PREFIXES:
-        want = a_want(prefix, sampling=sampling, acceptance=acceptance)
+        want = wanted_block(prefix, sampling=sampling, acceptance=acceptance)
         _, guesses = drafted_ahead(a_method(PrefixRunner(scale=3.0)), want)
         assert 1 < len(guesses) < 4 * VOCABULARY // 2
         assert {len(guess.tokens) for guess in guesses} == {want.open.draft_tokens}
@@ -98,7 +98,7 @@ def test_each_likely_outcome_gets_a_whole_block(acceptance, sampling):
 
 def test_an_unlikely_outcome_is_not_drafted_for():
     """A confident model drafts one block, for full acceptance."""
-    block, guesses = drafted_ahead(a_method(SpyRunner(20 * LOGITS)), a_want(PREFIX))
+    block, guesses = drafted_ahead(a_method(SpyRunner(20 * LOGITS)), wanted_block(PREFIX))
     (best,) = guesses
     assert best.outcome[:-1] == block.tokens
 
@@ -109,7 +109,7 @@ def test_more_sessions_share_wider_forwards():
     for sessions in (3, 30):
         runner = PrefixRunner(scale=1.0)
         method = a_method(runner, pages=2048)
-        wants = [a_want((4, i), session=f"s{i}") for i in range(sessions)]
+        wants = [wanted_block((4, i), session=f"s{i}") for i in range(sessions)]
         blocks = propose(method, wants)
         begun = len(runner.fed)
         propose(method, [want.under(block.tree) for want, block in zip(wants, blocks, strict=True)])
@@ -121,16 +121,16 @@ def test_more_sessions_share_wider_forwards():
 def test_nothing_is_drafted_past_the_end():
     sizes: set[tuple[int, int]] = set()
     for prefix in PREFIXES:
-        _, guesses = drafted_ahead(new_method(), a_want(prefix, max_len=8))
+        _, guesses = drafted_ahead(new_method(), wanted_block(prefix, max_len=8))
         sizes |= {(len(guess.outcome), len(guess.tokens)) for guess in guesses}
     assert sizes == {(1, 3), (2, 2), (3, 1)}, "an outcome ends where it leaves room for no block"
 
 
 def test_nothing_is_drafted_behind_a_stop_id():
     """That outcome ends the session; other outcomes get blocks."""
-    block, guesses = drafted_ahead(new_method(), a_want(PREFIX))
+    block, guesses = drafted_ahead(new_method(), wanted_block(PREFIX))
     stop = guesses[0].outcome[-1]
-    same, others = drafted_ahead(new_method(), a_want(PREFIX, stop_ids=(stop,)))
+    same, others = drafted_ahead(new_method(), wanted_block(PREFIX, stop_ids=(stop,)))
     assert same == block
     assert others
     assert stop not in {guess.outcome[-1] for guess in others}
@@ -139,7 +139,7 @@ def test_nothing_is_drafted_behind_a_stop_id():
 @RULES
 def test_a_block_that_this_model_did_not_draft_is_read_and_guessed_on_from(acceptance, sampling):
     """The block comes from a lookup; reading it yields the model's alternatives at its positions."""
-    want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
+    want = wanted_block(PREFIX, sampling=sampling, acceptance=acceptance)
     block, guesses = drafted_ahead(new_method(), want)
     runner = PrefixRunner(scale=1.0)
     found = propose(a_method(runner), [want.under(block.tree)])
@@ -152,7 +152,7 @@ def test_only_the_foreign_end_of_a_block_is_read():
     """The test simulates a merge; the other method's tokens keep their probabilities."""
     runner = SpyRunner()
     method = a_method(runner)
-    want = a_want((1, 2))
+    want = wanted_block((1, 2))
     own = block_of(method, want)
     other = next(token for token in range(VOCABULARY) if token not in own.tokens)
     main_path = (own.tokens[0], other)
@@ -169,8 +169,8 @@ def test_only_the_foreign_end_of_a_block_is_read():
 def test_a_block_is_extended_from_the_readable_end():
     """The earlier tokens are cached, but their logits are gone."""
     method = a_method(PrefixRunner())
-    block_of(method, a_want((*PREFIX, 3), 1))
-    guesses = propose(method, [a_want(PREFIX).under((7, 7), max_tokens=3)])
+    block_of(method, wanted_block((*PREFIX, 3), 1))
+    guesses = propose(method, [wanted_block(PREFIX).under((7, 7), max_tokens=3)])
     assert {guess.outcome[:1] for guess in guesses} == {(7,)}, "nothing else is known for its first place"
 
 
@@ -181,7 +181,7 @@ def test_a_block_is_extended_from_the_readable_end():
 def test_branches_are_fed_only_what_is_new(acceptance, sampling):
     """The block's last token is fed once for all outcomes; each outcome adds its own last token and drafts."""
     runner = PrefixRunner(scale=1.0)
-    block, guesses = drafted_ahead(a_method(runner), a_want(PREFIX, sampling=sampling, acceptance=acceptance))
+    block, guesses = drafted_ahead(a_method(runner), wanted_block(PREFIX, sampling=sampling, acceptance=acceptance))
     fed = [(row.start, row.tokens) for rows in runner.fed[3:] for row in rows]
     due = [(5, block.tokens[-1:])]
     for guess in guesses:
@@ -193,7 +193,7 @@ def test_branches_are_fed_only_what_is_new(acceptance, sampling):
 @RULES
 def test_known_outcomes_do_not_wait_for_reading_the_block(acceptance, sampling):
     runner = PrefixRunner(scale=1.0)
-    want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
+    want = wanted_block(PREFIX, sampling=sampling, acceptance=acceptance)
     _, guesses = drafted_ahead(a_method(runner), want, after_checks(1))
     (rows,) = runner.fed[3:]
     assert {len(guess.tokens) for guess in guesses} == {1}
@@ -206,7 +206,7 @@ def test_consecutive_hits_feed_no_token_twice(acceptance, sampling):
     """The right branch continues, and lookahead drafting continues from it."""
     runner = PrefixRunner(scale=1.0)
     method = a_method(runner)
-    want = a_want((1, 2, 3, 4, 5), sampling=sampling, acceptance=acceptance)
+    want = wanted_block((1, 2, 3, 4, 5), sampling=sampling, acceptance=acceptance)
     _, guesses = drafted_ahead(method, want)
     for pick in (0, -1, 2, 1):
         hit = guesses[pick]
@@ -227,7 +227,7 @@ def test_consecutive_hits_feed_no_token_twice(acceptance, sampling):
 def test_an_interruption_ends_after_the_forward_under_way(acceptance, sampling, passes):
     """This also holds under rejection sampling, because the interruption does not depend on a block's own tokens."""
     runner = PrefixRunner(scale=1.0)
-    want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
+    want = wanted_block(PREFIX, sampling=sampling, acceptance=acceptance)
     _, found = drafted_ahead(a_method(runner), want, after_checks(passes))
     assert max((len(guess.tokens) for guess in found), default=0) == passes
     assert len(runner.fed) == 3 + passes
@@ -247,7 +247,7 @@ class Ticking:
 @RULES
 def test_a_forward_that_would_end_after_the_verdict_is_not_begun(acceptance, sampling):
     """Likelier outcomes get longer blocks."""
-    want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
+    want = wanted_block(PREFIX, sampling=sampling, acceptance=acceptance)
     _, whole = drafted_ahead(new_method(), want)
     tokens = []
     for until in range(0, 60, 3):
@@ -269,7 +269,9 @@ def test_a_forward_that_would_end_after_the_verdict_is_not_begun(acceptance, sam
 @RULES
 def test_a_verdict_that_is_due_ends_no_other_sessions_drafting_ahead(acceptance, sampling):
     """The steps of several targets end at different times."""
-    due, other = (a_want(PREFIX, session=name, sampling=sampling, acceptance=acceptance) for name in ("due", "other"))
+    due, other = (
+        wanted_block(PREFIX, session=name, sampling=sampling, acceptance=acceptance) for name in ("due", "other")
+    )
     _, whole = drafted_ahead(new_method(), other)
     clock = Ticking()
     method = new_method(clock=clock)
@@ -280,11 +282,11 @@ def test_a_verdict_that_is_due_ends_no_other_sessions_drafting_ahead(acceptance,
 
 
 def test_blocks_that_are_wanted_now_are_never_interrupted():
-    (block,) = propose(a_method(PrefixRunner()), [a_want(PREFIX)], lambda: True)
+    (block,) = propose(a_method(PrefixRunner()), [wanted_block(PREFIX)], lambda: True)
     assert len(block.tokens) == 3
 
 
-class GivingUp(PrefixRunner):
+class InterruptedRunner(PrefixRunner):
     """Runner that interrupts forward passes after writing the cache, like a model interrupted at a later layer."""
 
     def logits(self, rows: Sequence[InputRow], whole: list[tuple[int, ...]]) -> Tensor:
@@ -297,8 +299,8 @@ class GivingUp(PrefixRunner):
 @pytest.mark.parametrize("forwards", range(4))
 def test_a_forward_that_was_given_up_leaves_nothing(acceptance, sampling, forwards):
     """Earlier drafts stay, and later requests give the same blocks as without the interruption."""
-    want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
-    method = a_method(GivingUp(scale=1.0))
+    want = wanted_block(PREFIX, sampling=sampling, acceptance=acceptance)
+    method = a_method(InterruptedRunner(scale=1.0))
     block, guesses = drafted_ahead(method, want, after_checks(2 * forwards + 1))
     assert guesses == drafted_ahead(new_method(), want, after_checks(forwards))[1]
     for last in (block.tokens[-1], 9):
@@ -311,7 +313,7 @@ def test_a_forward_that_was_given_up_leaves_nothing(acceptance, sampling, forwar
 @RULES
 def test_blocks_so_far_are_reported_after_each_forward(acceptance, sampling):
     """Rejection sampling sends only final blocks, because the first version to arrive counts."""
-    want = a_want(PREFIX, sampling=sampling, acceptance=acceptance)
+    want = wanted_block(PREFIX, sampling=sampling, acceptance=acceptance)
     reports: list[list[Proposal]] = []
     method = a_method(runner := PrefixRunner(scale=1.0))
     block = block_of(method, want)
@@ -332,7 +334,7 @@ def test_blocks_so_far_are_reported_after_each_forward(acceptance, sampling):
 @pytest.mark.parametrize("pages", range(3, 12, 2))
 def test_a_pool_too_small_for_all_branches_gives_fewer_blocks_and_no_wrong_ones(acceptance, sampling, pages):
     rules = {"sampling": sampling, "acceptance": acceptance}
-    wants = {name: a_want((6, 5, i), 3, name, max_len=12, **rules) for i, name in enumerate(("a", "b"))}
+    wants = {name: wanted_block((6, 5, i), 3, name, max_len=12, **rules) for i, name in enumerate(("a", "b"))}
     method = new_method(pages=pages)
     for _ in range(4):
         blocks = [block for block in propose(method, [*wants.values()]) if block.tokens]
@@ -348,7 +350,7 @@ def test_a_pool_too_small_for_all_branches_gives_fewer_blocks_and_no_wrong_ones(
 def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
     """The choices for its block remain, but its tokens are no longer cached."""
     method = new_method(pages=3)
-    wants = [a_want((9,) * 9, 2, session="other"), a_want((1, 2, 3, 4, 5), 2, session="lost")]
+    wants = [wanted_block((9,) * 9, 2, session="other"), wanted_block((1, 2, 3, 4, 5), 2, session="lost")]
     lost, other = (block_of(method, want) for want in reversed(wants))
     guesses = propose(method, [want.under(block.tree) for want, block in zip(wants, (other, lost), strict=True)])
     assert {guess.session for guess in guesses} <= {"other"}
@@ -364,7 +366,7 @@ def test_continuations_of_siblings_are_guessed_correctly(sampling):
     """No outcome assumes its rejection. Tokens equal those of an undisturbed model, and every read page is checked."""
     seen = 0
     for prefix in PREFIXES:
-        want = a_want(prefix, 4, sampling=sampling, shape=Shape.TREE)
+        want = wanted_block(prefix, 4, sampling=sampling, shape=Shape.TREE)
         method = new_method()
         block, guesses = drafted_ahead(method, want)
         siblings = block.tree.off_main_path
@@ -388,7 +390,7 @@ def test_nonfinite_logits_after_any_token_end_blocks_ahead_there_and_nothing_els
     table = LOGITS.clone()
     table[token, 3] = torch.nan
     for shape in Shape if acceptance is COUPLED else (Shape.CHAIN,):
-        want = a_want((1, 2), sampling=sampling, acceptance=acceptance, shape=shape)
+        want = wanted_block((1, 2), sampling=sampling, acceptance=acceptance, shape=shape)
         block = block_of(a_method(SpyRunner()), want)
         for guess in propose(a_method(SpyRunner(table)), [want.under(block.tree)]):
             assert guess.tokens

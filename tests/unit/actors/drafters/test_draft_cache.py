@@ -11,14 +11,14 @@ from torch import Tensor
 from actors.drafters.model.draft_cache import CacheBranch, CachedDraft, DraftCache, FedStates, SessionStates
 from cluster.drafting.requests import SessionText
 from protos.messages import StatesNeeded
-from tests.unit.actors.drafters.drafting import a_want
+from tests.unit.actors.drafters.drafting import wanted_block
 from tests.unit.cluster.samples import an_open
 from tests.unit.cluster.token_memory import TokenMemory
 
 PAGE_SIZE = 4
 
 
-class Desk:
+class CacheHarness:
     """Cache over simulated pages, which every feed reads in full."""
 
     def __init__(self, pages: int = 16) -> None:
@@ -46,12 +46,12 @@ class Desk:
 
 
 def test_a_session_resumes_where_it_agrees_and_the_last_token_is_always_fed():
-    desk = Desk()
-    desk.opened("s", (1, 2, 3, 4, 5))
+    harness = CacheHarness()
+    harness.opened("s", (1, 2, 3, 4, 5))
     for tokens, cached in [((1, 2, 3, 4, 5, 6), 5), ((1, 2, 3), 2), ((1, 9, 3), 1), ((1, 9, 3), 2), ((7,), 0)]:
-        branch = desk.cache.resume("s", tokens)
+        branch = harness.cache.resume("s", tokens)
         assert tuple(branch.tokens) == tokens[:cached]
-        assert desk.feed(branch, *tokens[cached:])
+        assert harness.feed(branch, *tokens[cached:])
 
 
 def test_a_text_with_late_states_uses_positions_from_their_start():
@@ -76,104 +76,106 @@ def test_a_text_with_late_states_uses_positions_from_their_start():
 
 
 def test_the_best_branch_continues_and_the_others_free_their_pages():
-    desk = Desk(pages=4)
-    root = desk.opened("s", (1, 2, 3, 4, 5, 6))
-    right = desk.cache.fork(root, 6)
-    wrong = desk.cache.fork(root, 5)
-    assert desk.feed(right, 7)
-    assert desk.feed(wrong, 8, 8, 8)
-    assert not desk.feed(desk.cache.fork(root, 6), 9), "every page is in use"
-    found = desk.cache.resume("s", (1, 2, 3, 4, 5, 6, 7, 7, 7))
+    harness = CacheHarness(pages=4)
+    root = harness.opened("s", (1, 2, 3, 4, 5, 6))
+    right = harness.cache.fork(root, 6)
+    wrong = harness.cache.fork(root, 5)
+    assert harness.feed(right, 7)
+    assert harness.feed(wrong, 8, 8, 8)
+    assert not harness.feed(harness.cache.fork(root, 6), 9), "every page is in use"
+    found = harness.cache.resume("s", (1, 2, 3, 4, 5, 6, 7, 7, 7))
     assert found is right
     assert found.tokens == [1, 2, 3, 4, 5, 6, 7]
-    assert desk.feed(found, *[7] * 9), "what the others held is free again"
+    assert harness.feed(found, *[7] * 9), "what the others held is free again"
 
 
 def test_a_dry_pool_evicts_the_least_recently_resumed_session_that_is_not_busy():
-    desk = Desk(pages=3)
+    harness = CacheHarness(pages=3)
     for name in "abc":
-        desk.opened(name, (1, 2))
-    desk.cache.resume("a", (1, 2, 3))
-    new = desk.cache.resume("d", (1, 2))
-    assert desk.feed(new, 1, 2, busy=("b",))
-    cached = {name: len(desk.cache.resume(name, (1, 2, 3)).tokens) for name in "abd"}
+        harness.opened(name, (1, 2))
+    harness.cache.resume("a", (1, 2, 3))
+    new = harness.cache.resume("d", (1, 2))
+    assert harness.feed(new, 1, 2, busy=("b",))
+    cached = {name: len(harness.cache.resume(name, (1, 2, 3)).tokens) for name in "abd"}
     assert cached == {"a": 2, "b": 2, "d": 2}
-    assert desk.cache.resume("c", (1, 2, 3)).tokens == []
-    assert not desk.feed(desk.cache.resume("c", (1, 2)), 1, 2, busy=("a", "b", "d"))
-    assert desk.feed(desk.cache.resume("c", (1, 2)), 1, 2, busy=("a", "b")), "a refusal changed nothing"
+    assert harness.cache.resume("c", (1, 2, 3)).tokens == []
+    assert not harness.feed(harness.cache.resume("c", (1, 2)), 1, 2, busy=("a", "b", "d"))
+    assert harness.feed(harness.cache.resume("c", (1, 2)), 1, 2, busy=("a", "b")), "a refusal changed nothing"
 
 
 def test_a_feed_that_finds_no_room_leaves_its_branch_as_it_was():
-    desk = Desk(pages=2)
-    branch = desk.opened("s", (1, 2, 3))
-    assert not desk.feed(branch, *range(6))
+    harness = CacheHarness(pages=2)
+    branch = harness.opened("s", (1, 2, 3))
+    assert not harness.feed(branch, *range(6))
     assert branch.tokens == [1, 2, 3]
-    assert desk.feed(branch, 4, 5)
+    assert harness.feed(branch, 4, 5)
 
 
 def test_published_pages_serve_sessions_that_begin_alike_even_when_their_owner_is_gone():
-    desk = Desk()
+    harness = CacheHarness()
     tokens = tuple(range(10))
-    branch = desk.opened("s", tokens)
-    desk.cache.publish(branch, 9)
-    assert desk.cache.resume("t", tokens).tokens == list(tokens[: 2 * PAGE_SIZE])
-    desk.cache.close("s")
-    assert desk.cache.resume("u", (*tokens[:5], 99, 99)).tokens == list(tokens[:PAGE_SIZE])
-    assert desk.cache.resume("v", tokens[: 2 * PAGE_SIZE]).tokens == list(tokens[:PAGE_SIZE]), "one token must be fed"
+    branch = harness.opened("s", tokens)
+    harness.cache.publish(branch, 9)
+    assert harness.cache.resume("t", tokens).tokens == list(tokens[: 2 * PAGE_SIZE])
+    harness.cache.close("s")
+    assert harness.cache.resume("u", (*tokens[:5], 99, 99)).tokens == list(tokens[:PAGE_SIZE])
+    assert harness.cache.resume("v", tokens[: 2 * PAGE_SIZE]).tokens == list(tokens[:PAGE_SIZE]), (
+        "one token must be fed"
+    )
 
 
 def test_uncached_tokens_are_not_published():
     """A block may end before all of its session's decided tokens are fed."""
-    desk = Desk()
-    branch = desk.opened("s", tuple(range(6)))
-    desk.cache.publish(branch, 12)
-    assert len(desk.cache.resume("t", tuple(range(12))).tokens) == PAGE_SIZE
+    harness = CacheHarness()
+    branch = harness.opened("s", tuple(range(6)))
+    harness.cache.publish(branch, 12)
+    assert len(harness.cache.resume("t", tuple(range(12))).tokens) == PAGE_SIZE
 
 
 def test_closing_forgets_all_branches_and_ignores_the_unknown():
-    desk = Desk(pages=2)
-    root = desk.opened("s", (1, 2, 3))
-    desk.feed(desk.cache.fork(root, 3), 9)
-    assert not desk.cache.is_idle
-    desk.cache.close("s")
-    desk.cache.close("s")
-    desk.cache.close("unknown")
-    assert desk.cache.is_idle
-    desk.cache.check()
-    desk.opened("t", tuple(range(8)))
+    harness = CacheHarness(pages=2)
+    root = harness.opened("s", (1, 2, 3))
+    harness.feed(harness.cache.fork(root, 3), 9)
+    assert not harness.cache.is_idle
+    harness.cache.close("s")
+    harness.cache.close("s")
+    harness.cache.close("unknown")
+    assert harness.cache.is_idle
+    harness.cache.check()
+    harness.opened("t", tuple(range(8)))
 
 
 @given(st.data())
 def test_branches_read_only_their_own_tokens(data):
     """Passes over some of the sessions, whose pages must stay; others are evicted from a pool so small.
 
-    `Desk` reads every branch at every feed.
+    `CacheHarness` reads every branch at every feed.
     """
-    desk = Desk(pages=data.draw(st.integers(2, 8)))
+    harness = CacheHarness(pages=data.draw(st.integers(2, 8)))
     token = st.integers(0, 1)  # few, so that texts have long common prefixes
     for _ in range(8):
         busy = sorted(data.draw(st.sets(st.sampled_from("abc"), min_size=1, max_size=2)))
         branches = {
-            name: [desk.cache.resume(name, data.draw(st.lists(token, min_size=1, max_size=12)))] for name in busy
+            name: [harness.cache.resume(name, data.draw(st.lists(token, min_size=1, max_size=12)))] for name in busy
         }
         for _ in range(5):
             branch = data.draw(st.sampled_from(branches[data.draw(st.sampled_from(busy))]))
             action = data.draw(st.sampled_from(["fork", "feed", "feed", "publish"]))
             if action == "fork" and branch.tokens:
                 length = data.draw(st.integers(1, len(branch.tokens)))
-                branches[branch.session].append(desk.cache.fork(branch, length))
+                branches[branch.session].append(harness.cache.fork(branch, length))
             elif action == "publish":
-                desk.cache.publish(branch, data.draw(st.integers(0, 12)))
+                harness.cache.publish(branch, data.draw(st.integers(0, 12)))
             elif len(branch.tokens) < 12:
-                desk.feed(branch, *data.draw(st.lists(token, min_size=1, max_size=3)), busy=busy)
-        desk.cache.check()
+                harness.feed(branch, *data.draw(st.lists(token, min_size=1, max_size=3)), busy=busy)
+        harness.cache.check()
         if data.draw(st.booleans()):
-            desk.cache.close(busy[0])
-            desk.cache.check()
+            harness.cache.close(busy[0])
+            harness.cache.check()
     for name in "abc":
-        desk.cache.close(name)
-    assert desk.cache.is_idle
-    desk.cache.check()
+        harness.cache.close(name)
+    assert harness.cache.is_idle
+    harness.cache.check()
 
 
 # ---------------------------------------------------------------- states of sessions and branches
@@ -219,7 +221,7 @@ def test_rows_that_begin_in_mid_text_are_found_by_position_too() -> None:
 # ---------------------------------------------------------------- states fed to branches
 
 
-class FedDesk:
+class FeedHarness:
     """Cache and feed of one session."""
 
     def __init__(self) -> None:
@@ -243,76 +245,76 @@ class FedDesk:
         return found
 
     def draft(self, branch: CacheBranch, tokens: Sequence[int]) -> CachedDraft:
-        request = a_want((1,) * 5).request
+        request = wanted_block((1,) * 5).request
         text = SessionText(an_open("s"), [1] * 5)
         return CachedDraft(request=request, text=text, base_hash=0, max_tokens=3, branch=branch, pending=list(tokens))
 
 
 @pytest.fixture
-def desk() -> FedDesk:
-    return FedDesk()
+def harness() -> FeedHarness:
+    return FeedHarness()
 
 
-def drafted(desk: FedDesk) -> CacheBranch:
+def drafted(harness: FeedHarness) -> CacheBranch:
     """Returns five tokens with true states, and two tokens drafted after them."""
-    desk.feed.put("s", 0, rows(0, 1, 2, 3))
-    branch = desk.cache.resume("s", range(10, 15))
-    assert desk.read(branch, range(10, 15), rows(4.5)) == [0, 1, 2, 3]
-    assert desk.read(branch, [15], rows(5.5)) == [4.5]
-    assert desk.read(branch, [16], rows(6.5)) == [5.5]
+    harness.feed.put("s", 0, rows(0, 1, 2, 3))
+    branch = harness.cache.resume("s", range(10, 15))
+    assert harness.read(branch, range(10, 15), rows(4.5)) == [0, 1, 2, 3]
+    assert harness.read(branch, [15], rows(5.5)) == [4.5]
+    assert harness.read(branch, [16], rows(6.5)) == [5.5]
     assert (branch.exact, sorted(branch.predicted)) == (5, [5, 6, 7])
     return branch
 
 
-def test_recycled_states_are_replaced_once_true_states_arrive(desk: FedDesk) -> None:
-    branch = drafted(desk)
-    desk.feed.rewind(desk.cache, branch)
+def test_recycled_states_are_replaced_once_true_states_arrive(harness: FeedHarness) -> None:
+    branch = drafted(harness)
+    harness.feed.rewind(harness.cache, branch)
     assert len(branch.tokens) == 7, "nothing is better known yet"
-    desk.feed.put("s", 4, rows(4, 5))
-    desk.feed.rewind(desk.cache, branch)
+    harness.feed.put("s", 4, rows(4, 5))
+    harness.feed.rewind(harness.cache, branch)
     assert branch.tokens == list(range(10, 15))
-    assert desk.read(branch, [15, 16, 17], rows(7.5)) == [4, 5, 6.5], "and the rest as before"
+    assert harness.read(branch, [15, 16, 17], rows(7.5)) == [4, 5, 6.5], "and the rest as before"
     assert (branch.exact, sorted(branch.predicted)) == (7, [7, 8]), "what true states replaced is forgotten"
 
 
-def test_a_true_state_after_a_recycled_one_is_not_exact(desk: FedDesk) -> None:
-    branch = drafted(desk)
-    desk.feed.put("s", 6, rows(6))
-    assert desk.read(branch, [17], rows(7.5)) == [6]
+def test_a_true_state_after_a_recycled_one_is_not_exact(harness: FeedHarness) -> None:
+    branch = drafted(harness)
+    harness.feed.put("s", 6, rows(6))
+    assert harness.read(branch, [17], rows(7.5)) == [6]
     assert branch.exact == 5
 
 
-def test_a_branch_that_was_cut_is_exact_no_further(desk: FedDesk) -> None:
-    branch = drafted(desk)
-    desk.cache.cut(branch, 3)
+def test_a_branch_that_was_cut_is_exact_no_further(harness: FeedHarness) -> None:
+    branch = drafted(harness)
+    harness.cache.cut(branch, 3)
     assert branch.exact == 3
-    forked = desk.cache.fork(branch, 2)
+    forked = harness.cache.fork(branch, 2)
     assert (branch.exact, forked.exact) == (3, 2)
 
 
-def test_a_fork_continues_its_parents_predictions_without_changing_them(desk: FedDesk) -> None:
-    branch = drafted(desk)
-    forked = desk.cache.fork(branch, 6)
-    assert desk.read(forked, [20], rows(6.25)) == [5.5]
+def test_a_fork_continues_its_parents_predictions_without_changing_them(harness: FeedHarness) -> None:
+    branch = drafted(harness)
+    forked = harness.cache.fork(branch, 6)
+    assert harness.read(forked, [20], rows(6.25)) == [5.5]
     assert (float(forked.predicted[7]), float(branch.predicted[7])) == (6.25, 6.5)
 
 
-def test_predictions_for_another_text_are_dropped(desk: FedDesk) -> None:
+def test_predictions_for_another_text_are_dropped(harness: FeedHarness) -> None:
     """Only the state before the first differing token was predicted from the new text."""
-    branch = drafted(desk)
-    resumed = desk.cache.resume("s", [*range(10, 15), 20, 21, 22])
+    branch = drafted(harness)
+    resumed = harness.cache.resume("s", [*range(10, 15), 20, 21, 22])
     assert resumed is branch
     assert len(branch.tokens) == 5
     assert sorted(branch.predicted) == [5]
-    assert desk.feed.count_feedable(desk.draft(branch, [20, 21, 22]), 3) == 1
+    assert harness.feed.count_feedable(harness.draft(branch, [20, 21, 22]), 3) == 1
 
 
-def test_a_row_that_comes_twice_is_projected_once(desk: FedDesk) -> None:
+def test_a_row_that_comes_twice_is_projected_once(harness: FeedHarness) -> None:
     for first, count in ((0, 3), (0, 3), (1, 2), (2, 2)):
-        desk.feed.put("s", first, rows(*range(first, first + count)))
-    assert desk.projected == [3, 2]
+        harness.feed.put("s", first, rows(*range(first, first + count)))
+    assert harness.projected == [3, 2]
 
 
-def test_rows_of_another_width_are_a_mistake(desk: FedDesk) -> None:
+def test_rows_of_another_width_are_a_mistake(harness: FeedHarness) -> None:
     with pytest.raises(AssertionError, match="rows have 2 elements, not 1"):
-        desk.feed.put("s", 0, torch.zeros(1, 2))
+        harness.feed.put("s", 0, torch.zeros(1, 2))

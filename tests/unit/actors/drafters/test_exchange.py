@@ -27,11 +27,11 @@ from tests.unit.actors.drafters.drafting import (
     VOCABULARY,
     PrefixRunner,
     SpyRunner,
-    Want,
+    WantedBlock,
     a_method,
-    a_want,
     never,
     propose,
+    wanted_block,
 )
 from tests.unit.cluster.samples import GREEDY
 
@@ -40,7 +40,7 @@ IDS = torch.arange(VOCABULARY)
 TEXT = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 
 
-def ahead_of(want: Want, tree: DraftTree) -> Want:
+def ahead_of(want: WantedBlock, tree: DraftTree) -> WantedBlock:
     return replace(want, unverified=tree)
 
 
@@ -55,7 +55,7 @@ def test_an_exchanged_method_drafts_as_a_new_one(acceptance: Acceptance, shape: 
     runner = PrefixRunner(scale=4.0)
     method = a_method(SpyRunner())
     new = a_method(PrefixRunner(scale=4.0))
-    want = a_want(TEXT, acceptance=acceptance)
+    want = wanted_block(TEXT, acceptance=acceptance)
     (block,) = propose(method, [want], never)
     propose(method, [ahead_of(want, block.tree)], never)
     method.exchange(DraftWeights(runner, IDS))
@@ -68,35 +68,35 @@ def test_an_exchanged_method_drafts_as_a_new_one(acceptance: Acceptance, shape: 
 def test_open_sessions_read_their_texts_again_from_the_start() -> None:
     before = SpyRunner()
     method = a_method(before)
-    propose(method, [a_want(TEXT)], never)
+    propose(method, [wanted_block(TEXT)], never)
     after = SpyRunner(OTHER)
     method.exchange(DraftWeights(after, IDS))
     assert not after.fed, "an exchange computes nothing"
     fed = len(before.fed)
-    propose(method, [a_want(TEXT)], never)
+    propose(method, [wanted_block(TEXT)], never)
     assert (after.fed[0][0].start, after.fed[0][0].tokens) == (0, TEXT)
     assert len(before.fed) == fed
 
 
 def test_prefixes_that_the_earlier_weights_computed_are_not_shared() -> None:
     method = a_method(SpyRunner())
-    propose(method, [a_want(TEXT, session="a")], never)
-    propose(method, [a_want(TEXT, session="b")], never)
+    propose(method, [wanted_block(TEXT, session="a")], never)
+    propose(method, [wanted_block(TEXT, session="b")], never)
     after = SpyRunner(OTHER)
     method.exchange(DraftWeights(after, IDS))
-    propose(method, [a_want(TEXT, session="c")], never)
+    propose(method, [wanted_block(TEXT, session="c")], never)
     assert after.fed[0][0].start == 0
     fed = len(after.fed)
-    propose(method, [a_want(TEXT, session="d")], never)
+    propose(method, [wanted_block(TEXT, session="d")], never)
     assert after.fed[fed][0].start == 2 * PAGE_SIZE, "those of the new weights are"
 
 
 def test_all_pages_are_free_after_an_exchange() -> None:
     method = a_method(SpyRunner(), pages=3)
-    propose(method, [a_want(TEXT)], never)
+    propose(method, [wanted_block(TEXT)], never)
     after = SpyRunner(OTHER)
     method.exchange(DraftWeights(after, IDS))
-    (proposal,) = propose(method, [a_want(TEXT[::-1], session="other")], never)
+    (proposal,) = propose(method, [wanted_block(TEXT[::-1], session="other")], never)
     assert len(proposal.tokens) == 3
     method.close(["s", "other"])
     assert method.is_idle
@@ -104,19 +104,19 @@ def test_all_pages_are_free_after_an_exchange() -> None:
 
 def test_other_columns_of_the_logits_are_other_tokens() -> None:
     method = a_method(SpyRunner())
-    propose(method, [a_want((1,))], never)
+    propose(method, [wanted_block((1,))], never)
     method.exchange(DraftWeights(SpyRunner(LOGITS[:, :1]), torch.tensor([7])))
-    (proposal,) = propose(method, [a_want((1,))], never)
+    (proposal,) = propose(method, [wanted_block((1,))], never)
     assert proposal.tokens == (7, 7, 7)
 
 
 def test_the_calibration_adapts_as_quickly_as_a_new_one() -> None:
     calibration = Calibration()
     method = DraftModel(SpyRunner(), IDS, DraftCache(64, PAGE_SIZE), DraftingLimits(4), calibration=calibration)
-    method.open(a_want((1,)).open)
+    method.open(wanted_block((1,)).open)
     text = (1,)
     for token in (3, 4, 5):
-        propose(method, [a_want(text)], never)
+        propose(method, [wanted_block(text)], never)
         method.committed("s", (token,))
         text += (token,)
     kind = DraftKind.of(GREEDY, is_consecutive_prediction=False)
@@ -143,12 +143,14 @@ def exchanging(load: Callable[[Path], DraftWeights]) -> DraftModel:
 
 def test_prepared_weights_take_over_on_request() -> None:
     method = exchanging(lambda folder: other_weights())
-    (before,) = propose(method, [a_want((1,))], never)
+    (before,) = propose(method, [wanted_block((1,))], never)
     exchange = method.prepare_weights(Path("0001"))
-    assert propose(method, [a_want((1,))], never) == [before]
+    assert propose(method, [wanted_block((1,))], never) == [before]
     earlier = exchange()
     assert isinstance(earlier, DraftWeights)
-    assert propose(method, [a_want((1,))], never) == propose(a_method(SpyRunner(OTHER)), [a_want((1,))], never)
+    assert propose(method, [wanted_block((1,))], never) == propose(
+        a_method(SpyRunner(OTHER)), [wanted_block((1,))], never
+    )
 
 
 def wider(folder: Path) -> DraftWeights:
@@ -165,10 +167,10 @@ def larger(folder: Path) -> DraftWeights:
 )
 def test_weights_of_another_shape_are_refused(load: Callable[[Path], DraftWeights], why: str) -> None:
     method = exchanging(load)
-    (before,) = propose(method, [a_want((1,))], never)
+    (before,) = propose(method, [wanted_block((1,))], never)
     with pytest.raises(ModelError, match=why):
         method.prepare_weights(Path("0001"))
-    assert propose(method, [a_want((1,))], never) == [before]
+    assert propose(method, [wanted_block((1,))], never) == [before]
 
 
 def test_a_model_without_a_checkpoint_of_its_own_cannot_be_replaced() -> None:
@@ -179,9 +181,9 @@ def test_a_model_without_a_checkpoint_of_its_own_cannot_be_replaced() -> None:
 def test_a_hybrid_method_exchanges_the_weights_of_its_model() -> None:
     method = hybrid(NgramDraft(3, 1), exchanging(lambda folder: other_weights()))
     assert isinstance(method, ExchangesWeights)
-    propose(method, [a_want((1,))], never)
+    propose(method, [wanted_block((1,))], never)
     method.prepare_weights(Path("0001"))()
-    assert propose(method, [a_want((1,))], never)[0].tokens[0] == int(OTHER[1].argmax())
+    assert propose(method, [wanted_block((1,))], never)[0].tokens[0] == int(OTHER[1].argmax())
     without = hybrid(NgramDraft(3, 1), NgramDraft(3, 1))
     with pytest.raises(ModelError, match="weights cannot be exchanged"):
         without.prepare_weights(Path("0001"))

@@ -26,10 +26,10 @@ from tests.unit.actors.drafters.drafting import (
     VOCABULARY,
     MaskRunner,
     a_method,
-    a_want,
     after_checks,
     block_of,
     propose,
+    wanted_block,
 )
 from tests.unit.cluster.samples import GREEDY
 
@@ -46,7 +46,7 @@ def named(last: int, count: int) -> tuple[int, ...]:
 @pytest.mark.parametrize(("length", "forwards"), [(1, 1), (2, 1), (3, 1), (4, 2), (7, 3)])
 def test_a_block_takes_a_forward_for_each_group_of_its_tokens(length, forwards):
     runner = MaskRunner()
-    assert block_of(a_method(runner, masks=3), a_want((1, 2), length)).tokens == named(2, length)
+    assert block_of(a_method(runner, masks=3), wanted_block((1, 2), length)).tokens == named(2, length)
     assert len(runner.fed) == forwards
 
 
@@ -54,19 +54,19 @@ def test_masks_are_fed_for_what_is_still_missing_and_forgotten_after():
     """Tokens predicted by masks have not been fed, so the next forward pass feeds them."""
     runner = MaskRunner()
     method = a_method(runner, masks=3)
-    block = block_of(method, a_want((1, 2), 5))
+    block = block_of(method, wanted_block((1, 2), 5))
     (one,), (two,) = runner.fed
     assert (one.start, one.tokens, one.logits) == (0, (1, 2, MASK, MASK), 3)
     assert (two.start, two.tokens, two.logits) == (2, (*block.tokens[:3], MASK), 2)
     all_accepted = (1, 2, *block.tokens, 7)
-    assert block_of(method, a_want(all_accepted, 2)).tokens == named(7, 2)
+    assert block_of(method, wanted_block(all_accepted, 2)).tokens == named(7, 2)
     assert (runner.fed[2][0].start, runner.fed[2][0].tokens) == (5, (*all_accepted[5:], MASK))
     assert runner.masks_read == 0, "no mask was left where a token belongs"
 
 
 def test_a_long_prompt_leaves_masks_no_room_and_the_block_is_drafted_all_the_same():
     runner = MaskRunner()
-    block = block_of(a_method(runner, masks=3, pass_tokens=4), a_want((1, 2, 3, 4), 3))
+    block = block_of(a_method(runner, masks=3, pass_tokens=4), wanted_block((1, 2, 3, 4), 3))
     assert [row.tokens for (row,) in runner.fed] == [(1, 2, 3, 4), (block.tokens[0], MASK)]
     assert block.tokens == (int(LOGITS[4].argmax()), *named(int(LOGITS[4].argmax()), 2))
 
@@ -75,7 +75,7 @@ def test_a_long_prompt_leaves_masks_no_room_and_the_block_is_drafted_all_the_sam
 @SAMPLINGS
 def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading(acceptance, sampling):
     runner = MaskRunner()
-    want = a_want((1, 2), sampling=sampling, acceptance=acceptance).under((5, 6), max_tokens=3)
+    want = wanted_block((1, 2), sampling=sampling, acceptance=acceptance).under((5, 6), max_tokens=3)
     guesses = propose(a_method(runner, masks=3), [want], after_checks(2))
     assert len(runner.fed) == 2
     assert len(guesses) > 1

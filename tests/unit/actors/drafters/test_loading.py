@@ -21,7 +21,7 @@ from cluster.config_sections import DraftModelOptions
 from cluster.drafting.requests import Proposal
 from cluster.errors import ModelError
 from protos.messages import Acceptance, Shape
-from tests.unit.actors.drafters.drafting import DRAWN, a_want, block_of, propose
+from tests.unit.actors.drafters.drafting import DRAWN, block_of, propose, wanted_block
 
 VOCABULARY = 40
 HIDDEN = 16
@@ -56,7 +56,7 @@ def load(folder: Path, int8: bool = False, vocabulary: int = VOCABULARY) -> Draf
 
 
 def drafted(method: DraftModel) -> Proposal:
-    block = block_of(method, a_want((1, 2, 3), 4))
+    block = block_of(method, wanted_block((1, 2, 3), 4))
     method.close(["s"])
     return block
 
@@ -122,7 +122,7 @@ def test_a_draft_with_learned_positions_drafts_up_to_its_last_one(
     method = load(tmp_path)
     found = []
     for length in range(3, 14):
-        want = a_want(range(1, length + 1), 4, sampling=DRAWN, acceptance=acceptance, shape=shape)
+        want = wanted_block(range(1, length + 1), 4, sampling=DRAWN, acceptance=acceptance, shape=shape)
         block = block_of(method, want)
         found.append(len(block.tree.main_path))
         if block.tokens:

@@ -48,13 +48,13 @@ from tests.unit.actors.drafters.drafting import (
     MaskRunner,
     PrefixRunner,
     SpyRunner,
-    Want,
+    WantedBlock,
     a_method,
-    a_want,
     after_checks,
     are_beginnings,
     first,
     head_method,
+    wanted_block,
 )
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, Drive, checkpoint, loaded
 from tests.unit.actors.drafters.heads.mtp_fixtures import deepseek, target_with
@@ -249,32 +249,32 @@ class Drafter:
         self.kind = kind
         self.method = kind.make(**options)
 
-    def open(self, *wants: Want) -> "Drafter":
+    def open(self, *wants: WantedBlock) -> "Drafter":
         for want in wants:
             self.method.open(replace(want.open, tokens=want.tokens))
             self.give(want)
         return self
 
-    def give(self, want: Want, begin: int = 0, end: int | None = None) -> None:
+    def give(self, want: WantedBlock, begin: int = 0, end: int | None = None) -> None:
         if self.kind.states:
             self.method.states(want.open.session, begin, self.kind.rows(want.tokens)[begin:end])
 
-    def commit(self, want: Want, *tokens: int) -> Want:
+    def commit(self, want: WantedBlock, *tokens: int) -> WantedBlock:
         self.method.committed(want.open.session, tokens)
         later = want.after(*tokens)
         self.give(later, len(want.tokens) - 1)
         return later
 
-    def draft(self, *wants: Want) -> list[Proposal]:
+    def draft(self, *wants: WantedBlock) -> list[Proposal]:
         found: list[Proposal] = self.method.draft([want.request for want in wants])
         return sorted(found, key=lambda each: [want.open.session for want in wants].index(each.session))
 
-    def ahead(self, *wants: Want, interrupted: Callable[[], bool] = never) -> list[Proposal]:
+    def ahead(self, *wants: WantedBlock, interrupted: Callable[[], bool] = never) -> list[Proposal]:
         found: list[Proposal] = self.method.draft_ahead([want.ahead for want in wants], interrupted)
         return found
 
 
-def fresh(kind: Kind, want: Want) -> Proposal:
+def fresh(kind: Kind, want: WantedBlock) -> Proposal:
     """Returns the block of a new method, opened with this text."""
     return Drafter(kind).open(want).draft(want)[0]
 
@@ -303,7 +303,7 @@ def is_idle(method: Any) -> bool:
 @pytest.mark.parametrize("changes", [{}, EXACT], ids=["greedy", "rejection"])
 def test_blocks_follow_verdicts_that_accept_none_some_or_all(kind: Kind, changes: dict[str, Any]) -> None:
     """Each block equals the reference's or, for drawn tokens, that of a new method."""
-    want = a_want(kind.text, LENGTH, **changes)
+    want = wanted_block(kind.text, LENGTH, **changes)
     drafter = Drafter(kind).open(want)
     vocabulary = HEAD_VOCABULARY if kind.text is HEAD_TEXT else VOCABULARY
     for accepted in (0, 2, 1, LENGTH, 0):
@@ -327,7 +327,7 @@ def test_draws_for_rejection_sampling_follow_the_probabilities_sent(kind: Kind) 
     """Draws depend only on seed and prefix, not on a token's probability or on the shape."""
     found = set()
     for seed in range(6):
-        want = a_want(kind.text, LENGTH, seed=seed, least_chance=0.9, shape=Shape.TREE, **EXACT)
+        want = wanted_block(kind.text, LENGTH, seed=seed, least_chance=0.9, shape=Shape.TREE, **EXACT)
         drafter = Drafter(kind).open(want)
         (block,) = drafter.draft(want)
         assert drafter.draft(want) == [block]
@@ -355,9 +355,9 @@ def test_draws_for_rejection_sampling_follow_the_probabilities_sent(kind: Kind) 
 
 @SAMPLINGS
 def test_trees_have_the_likeliest_tokens_and_no_more_than_requested(kind: Kind, sampling: Sampling) -> None:
-    chain = fresh(kind, a_want(kind.text, 8, sampling=sampling))
+    chain = fresh(kind, wanted_block(kind.text, 8, sampling=sampling))
     for most in (1, 3, 8):
-        block = fresh(kind, a_want(kind.text, most, sampling=sampling, shape=Shape.TREE))
+        block = fresh(kind, wanted_block(kind.text, most, sampling=sampling, shape=Shape.TREE))
         assert 0 < len(block.tokens) <= most
         assert block.tree.main_path[0] == chain.tokens[0]
         assert block.chances == tuple(sorted(block.chances, reverse=True))
@@ -371,7 +371,7 @@ def test_tokens_that_are_not_worth_their_verification_are_not_sent(
     kind: Kind, acceptance: Any, sampling: Sampling, shape: Shape
 ) -> None:
     """Rejection sampling sends all tokens, because dropping a token for its value would bias the text."""
-    want = a_want(kind.text, 6, sampling=sampling, acceptance=acceptance, shape=shape)
+    want = wanted_block(kind.text, 6, sampling=sampling, acceptance=acceptance, shape=shape)
     blocks = [fresh(kind, replace(want, least_chance=least)) for least in (0.0, 0.1, 0.3, 1.0)]
     sizes = [len(block.tokens) for block in blocks]
     if acceptance is REJECTION:
@@ -388,7 +388,7 @@ def test_sessions_of_one_pass_get_what_each_gets_alone(kind: Kind) -> None:
     rules = {"greedy": {}, "drawn": {"sampling": DRAWN}, "rejection": EXACT}
     rules["penalised"] = {"sampling": Sampling(presence_penalty=0.5)}
     wants = [
-        a_want(kind.text[at % 2 * 3 :], LENGTH - at % 3, name, shape=list(Shape)[at % 2], **changes)
+        wanted_block(kind.text[at % 2 * 3 :], LENGTH - at % 3, name, shape=list(Shape)[at % 2], **changes)
         for at, (name, changes) in enumerate(rules.items())
     ]
     drafter = Drafter(kind, **({"pages": 512} if kind.tight else {})).open(*wants)
@@ -412,7 +412,7 @@ def test_sessions_of_one_pass_get_what_each_gets_alone(kind: Kind) -> None:
 @RULES
 def test_blocks_ahead_are_for_possible_verdicts_and_right(kind: Kind, acceptance: Any, sampling: Sampling) -> None:
     """A correct lookahead block equals the block drafted after the verdict, unless the method reads target states."""
-    want = a_want(kind.text, 3, sampling=sampling, acceptance=acceptance)
+    want = wanted_block(kind.text, 3, sampling=sampling, acceptance=acceptance)
     for drafted in (0, 2, 3):
         drafter = Drafter(kind).open(want)
         (block,) = drafter.draft(want)
@@ -438,7 +438,7 @@ def test_blocks_ahead_are_for_possible_verdicts_and_right(kind: Kind, acceptance
 @pytest.mark.parametrize("changes", [{}, EXACT], ids=["greedy", "rejection"])
 def test_a_confirmed_guess_leaves_no_trace(kind: Kind, changes: dict[str, Any]) -> None:
     """This holds once the states of its tokens have arrived."""
-    want = a_want(kind.text, 3, **changes)
+    want = wanted_block(kind.text, 3, **changes)
     drafter = Drafter(kind).open(want)
     hit = max(drafter.ahead(want.under(NO_TREE)), key=lambda guess: guess.chance)
     want = drafter.commit(want, *hit.outcome)
@@ -456,9 +456,9 @@ def test_a_confirmed_guess_leaves_no_trace(kind: Kind, changes: dict[str, Any]) 
 def test_an_interruption_leaves_the_beginnings_of_blocks_and_no_trace(
     kind: Kind, acceptance: Any, sampling: Sampling
 ) -> None:
-    want = a_want(kind.text, 2, sampling=sampling, acceptance=acceptance)
+    want = wanted_block(kind.text, 2, sampling=sampling, acceptance=acceptance)
 
-    def opened() -> tuple[Drafter, Want]:
+    def opened() -> tuple[Drafter, WantedBlock]:
         drafter = Drafter(kind).open(want)
         return drafter, want.under(drafter.draft(want)[0].tree)
 
@@ -478,7 +478,7 @@ def test_an_interruption_leaves_the_beginnings_of_blocks_and_no_trace(
 
 @of(*CACHED)
 def test_a_session_whose_pages_went_to_another_is_drafted_for_the_same(kind: Kind) -> None:
-    wants = {name: a_want(kind.text[at:], 2, name) for at, name in enumerate("ab")}
+    wants = {name: wanted_block(kind.text[at:], 2, name) for at, name in enumerate("ab")}
     assert sum(len(want.tokens) for want in wants.values()) > kind.tight * PAGE_SIZE - 4, "one of them must go"
     drafter = Drafter(kind, pages=kind.tight).open(*wants.values())
     for _ in range(5):
@@ -493,7 +493,7 @@ def test_a_session_whose_pages_went_to_another_is_drafted_for_the_same(kind: Kin
 def test_a_closed_session_leaves_nothing_to_one_of_its_name(kind: Kind) -> None:
     drafter = Drafter(kind)
     drafter.method.close(["unknown"])
-    for want in (a_want(kind.text, LENGTH), a_want(kind.text[2:], LENGTH, sampling=DRAWN)):
+    for want in (wanted_block(kind.text, LENGTH), wanted_block(kind.text[2:], LENGTH, sampling=DRAWN)):
         drafter.open(want)
         assert drafter.draft(want) == [fresh(kind, want)]
         drafter.ahead(want.under((3,)))
@@ -507,7 +507,7 @@ def test_a_closed_session_leaves_nothing_to_one_of_its_name(kind: Kind) -> None:
 
 @of(*READERS)
 def test_states_arrive_in_any_order_and_twice(kind: Kind) -> None:
-    want = a_want(kind.text, LENGTH)
+    want = wanted_block(kind.text, LENGTH)
     drafter = Drafter(kind)
     drafter.method.open(replace(want.open, tokens=want.tokens))
     for begin, end in ((8, None), (0, 3), (8, None), (0, 3), (2, 9)):
@@ -519,7 +519,7 @@ def test_states_arrive_in_any_order_and_twice(kind: Kind) -> None:
 @pytest.mark.parametrize("missing", [0, 5, len(HEAD_TEXT) - 2], ids=["first", "middle", "last"])
 def test_a_session_waits_for_the_states_that_its_head_reads(kind: Kind, missing: int) -> None:
     """Other sessions of the pass do not wait, and a head that reads only the last state waits only for it."""
-    gap, whole = (a_want(kind.text, LENGTH, name) for name in ("gap", "whole"))
+    gap, whole = (wanted_block(kind.text, LENGTH, name) for name in ("gap", "whole"))
     drafter = Drafter(kind).open(whole)
     drafter.method.open(replace(gap.open, tokens=gap.tokens))
     drafter.give(gap, 0, missing)
@@ -539,7 +539,7 @@ def test_a_session_waits_for_the_states_that_its_head_reads(kind: Kind, missing:
 @of("ngram", "suffix", "medusa", "mlp_speculator", "dflash")
 def test_a_target_that_does_not_wait_gets_an_empty_answer_where_there_is_nothing(kind: Kind) -> None:
     """Otherwise the target would consider the drafter silent, unless it is verifying a block."""
-    want = a_want((1, 2, 3, 4))
+    want = wanted_block((1, 2, 3, 4))
     method = kind.make()
     method.open(replace(want.open, tokens=want.tokens))
     assert method.draft_ahead([want.under(NO_TREE).ahead], never) == [Proposal("s", 4, want.prefix_hash, NO_TREE)]
@@ -548,7 +548,7 @@ def test_a_target_that_does_not_wait_gets_an_empty_answer_where_there_is_nothing
 
 @of(*READERS)
 def test_states_of_a_session_that_is_not_open_are_ignored(kind: Kind) -> None:
-    want = a_want(kind.text, LENGTH)
+    want = wanted_block(kind.text, LENGTH)
     drafter = Drafter(kind)
     drafter.give(want)
     for _ in range(2):
@@ -564,7 +564,7 @@ def test_states_of_a_session_that_is_not_open_are_ignored(kind: Kind) -> None:
 @pytest.mark.parametrize("changes", [{}, EXACT], ids=["greedy", "rejection"])
 @pytest.mark.parametrize("shape", Shape)
 def test_nonfinite_states_propose_nothing(kind: Kind, changes: dict[str, Any], shape: Shape) -> None:
-    want = a_want(kind.text, 3, shape=shape, **changes)
+    want = wanted_block(kind.text, 3, shape=shape, **changes)
     drafter = Drafter(kind)
     drafter.method.open(replace(want.open, tokens=want.tokens))
     drafter.method.states("s", 0, torch.full_like(kind.rows(want.tokens), torch.nan))

@@ -19,7 +19,7 @@ from tests.toys import ToyRunner
 VOCABULARY = 8
 
 
-class Noting(DraftModel):
+class RecordingMethod(DraftModel):
     """Method that records the block lengths of each pass."""
 
     def __init__(self, width: int = 1) -> None:
@@ -38,7 +38,7 @@ class Noting(DraftModel):
         return proposals
 
 
-class Reading(Noting):
+class Reading(RecordingMethod):
     """Method that drafts from states and asserts that they have arrived."""
 
     states_format = StatesFormat(4, StateDtype.FLOAT8)
@@ -66,7 +66,7 @@ def test_a_method_that_reads_the_targets_states_is_profiled_with_some():
 @pytest.mark.parametrize("width", [1, 3])
 def test_forwards_and_further_tokens_are_measured_separately(width):
     """Blocks reach the requested length even if their tokens are improbable. No session stays open."""
-    method = Noting(width)
+    method = RecordingMethod(width)
     cost = profile_drafting(method, DrafterLimits(VOCABULARY, 100, max_sessions=4))
     assert all(len(set(lengths)) == 1 for lengths in method.passes)
     sizes = {lengths[0] for lengths in method.passes}

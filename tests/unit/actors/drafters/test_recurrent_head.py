@@ -26,12 +26,12 @@ from tests.unit.actors.drafters.drafting import (
     REJECTION,
     Following,
     SpyRunner,
-    Want,
+    WantedBlock,
     a_method,
-    a_want,
     block_of,
     first,
     propose,
+    wanted_block,
 )
 
 HIDDEN = 8
@@ -123,32 +123,32 @@ def with_head(runner: SpyRunner, head: Following | None = None) -> Any:
     return a_method(runner, clock=lambda: float(len(runner.fed)), head=head or Following())
 
 
-def ahead(want: Want, forwards: float = float("inf")) -> Want:
+def ahead(want: WantedBlock, forwards: float = float("inf")) -> WantedBlock:
     """Returns the lookahead blocks for a step over 5 6, with time for the given number of forward passes."""
     return want.under((5, 6), max_tokens=want.max_tokens, until=forwards)
 
 
-def by_model(want: Want) -> Proposal:
+def by_model(want: WantedBlock) -> Proposal:
     return block_of(a_method(SpyRunner()), want)
 
 
 @pytest.fixture
 def alone() -> int:
     """Returns the number of tokens that the head predicts before a forward pass has read the outcome."""
-    (size,) = {len(guess.tokens) for guess in propose(with_head(SpyRunner()), [ahead(a_want((1, 2)), 1)])}
+    (size,) = {len(guess.tokens) for guess in propose(with_head(SpyRunner()), [ahead(wanted_block((1, 2)), 1)])}
     return size
 
 
 @pytest.mark.parametrize(("length", "forwards"), [(1, 1), (3, 1), (4, 2), (7, 3)])
 def test_blocks_take_fewer_forwards(length, forwards):
     runner = SpyRunner()
-    want = a_want((1, 2), length)
+    want = wanted_block((1, 2), length)
     assert block_of(with_head(runner), want) == by_model(want)
     assert len(runner.fed) == forwards
 
 
 def test_doubt_ends_a_block_at_any_of_its_tokens():
-    want = a_want((1,), 3)
+    want = wanted_block((1,), 3)
     sizes = set()
     for confidence in (0.0, 0.1, 0.3, 1.0):
         block, model_block = (
@@ -162,7 +162,7 @@ def test_doubt_ends_a_block_at_any_of_its_tokens():
 def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading(alone):
     """This holds for the likeliest outcomes; only the head predicts the first tokens of the others."""
     runner = SpyRunner()
-    guesses = propose(with_head(runner), [ahead(a_want((1, 2)), 2)])
+    guesses = propose(with_head(runner), [ahead(wanted_block((1, 2)), 2)])
     assert len(runner.fed) == 2
     sizes = [len(guess.tokens) for guess in guesses]
     assert sizes == sorted(sizes, reverse=True)
@@ -172,7 +172,7 @@ def test_blocks_ahead_are_whole_after_one_forward_more_than_the_reading(alone):
 # ---------------------------------------------------------------- predictions that forwards replace
 
 
-class Mistaken(Following):
+class LeastLikelyHead(Following):
     """Head that prefers the model's least likely token."""
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
@@ -193,30 +193,34 @@ def firsts(guesses: Sequence[Proposal], count: int) -> dict[tuple[int, ...], tup
 
 def test_forwards_replace_head_predictions_while_time_permits():
     """Each forward pass replaces one token per block, so an interruption leaves whole blocks, better if later."""
-    want = a_want((1, 2))
+    want = wanted_block((1, 2))
     own = propose(a_method(SpyRunner()), [ahead(want)])
-    hasty = [guess for guess in propose(with_head(SpyRunner(), Mistaken()), [ahead(want, 2)]) if len(guess.tokens) == 3]
-    assert len(hasty) > 3
-    assert firsts(hasty, 1).items() <= firsts(own, 1).items()
-    assert not firsts(hasty, 2).items() & firsts(own, 2).items()
+    early_guesses = [
+        guess
+        for guess in propose(with_head(SpyRunner(), LeastLikelyHead()), [ahead(want, 2)])
+        if len(guess.tokens) == 3
+    ]
+    assert len(early_guesses) > 3
+    assert firsts(early_guesses, 1).items() <= firsts(own, 1).items()
+    assert not firsts(early_guesses, 2).items() & firsts(own, 2).items()
     runner = SpyRunner()
-    assert {*own} <= {*propose(with_head(runner, Mistaken()), [ahead(want)])}
+    assert {*own} <= {*propose(with_head(runner, LeastLikelyHead()), [ahead(want)])}
     assert max(len(row.tokens) for rows in runner.fed[1:] for row in rows) == 1, "guesses are never fed"
 
 
 def test_a_block_that_is_waited_for_is_not_improved():
     runner = SpyRunner()
-    block = block_of(with_head(runner, Mistaken()), a_want((1, 2)))
+    block = block_of(with_head(runner, LeastLikelyHead()), wanted_block((1, 2)))
     assert len(runner.fed) == 1
     assert block.tokens[1] == int(LOGITS[block.tokens[0]].argmin())
 
 
 def test_with_rejection_sampling_no_prediction_is_replaced():
     """Under rejection sampling, a prefix has one continuation, independent of the version of a block."""
-    want = a_want((1, 2), sampling=DRAWN, acceptance=REJECTION)
-    guesses = propose(with_head(SpyRunner(), Mistaken()), [ahead(want)])
+    want = wanted_block((1, 2), sampling=DRAWN, acceptance=REJECTION)
+    guesses = propose(with_head(SpyRunner(), LeastLikelyHead()), [ahead(want)])
     for guess in guesses:
-        later = block_of(with_head(SpyRunner(), Mistaken()), want.after(*guess.outcome))
+        later = block_of(with_head(SpyRunner(), LeastLikelyHead()), want.after(*guess.outcome))
         assert replace(guess, outcome=()) == later
     assert len(guesses) > 1
 
@@ -227,7 +231,7 @@ def test_with_rejection_sampling_no_prediction_is_replaced():
 def test_the_head_predicts_blocks_for_all_outcomes_before_the_model_does(alone):
     """A block may start from an outcome's last token that no forward pass has processed yet."""
     runner = SpyRunner()
-    want = a_want((1, 2))
+    want = wanted_block((1, 2))
     guesses = propose(with_head(runner), [ahead(want, 1)])
     assert len(runner.fed) == 1, "the block under verification was read, and nothing else"
     assert len(guesses) > 8
@@ -239,7 +243,7 @@ def test_the_likeliest_outcomes_are_served_first():
     """The limit on outcomes is independent of the number of sessions."""
     counts = []
     for sessions in (4, 8):
-        wants = [ahead(a_want((1, 2, i), session=str(i)), 1) for i in range(sessions)]
+        wants = [ahead(wanted_block((1, 2, i), session=str(i)), 1) for i in range(sessions)]
         guesses = propose(with_head(SpyRunner()), wants)
         counts.append(len(guesses))
         everything = [guess for want in wants for guess in propose(with_head(SpyRunner()), [want])]
@@ -251,7 +255,7 @@ def test_the_likeliest_outcomes_are_served_first():
 
 def test_with_rejection_sampling_the_model_predicts_all_first_tokens():
     """A prefix must keep its continuation, regardless of the available time."""
-    want = a_want((1, 2), sampling=DRAWN, acceptance=REJECTION)
+    want = wanted_block((1, 2), sampling=DRAWN, acceptance=REJECTION)
     assert propose(with_head(SpyRunner()), [ahead(want, 1)]) == []
 
 
@@ -263,14 +267,14 @@ def test_a_block_that_is_wanted_now_interrupts_the_head_too(alone):
         def interrupted(head: Following = head, runner: SpyRunner = runner, steps: int = steps) -> bool:
             return len(head.asked) == steps and bool(runner.fed)
 
-        guesses = propose(with_head(runner, head), [ahead(a_want((1, 2)))], interrupted)
+        guesses = propose(with_head(runner, head), [ahead(wanted_block((1, 2)))], interrupted)
         assert len(head.asked) == steps
         assert {len(guess.tokens) for guess in guesses} == ({steps} if steps else set())
 
 
 def test_predictions_are_sent_early_and_better_ones_after_them():
     sent: list[list[Proposal]] = []
-    last = propose(with_head(SpyRunner(), Mistaken()), [ahead(a_want((1, 2)))], early=sent.append)
+    last = propose(with_head(SpyRunner(), LeastLikelyHead()), [ahead(wanted_block((1, 2)))], early=sent.append)
     assert len(sent) > 2
     assert sent[-1] == last
     final = firsts(last, 1)
@@ -291,7 +295,7 @@ def test_after_a_verdict_that_was_not_foreseen_the_head_makes_a_block_without_a_
     """The head has the state before the last token, because the drafter read the block during its verification."""
     runner = SpyRunner()
     shape = Shape.TREE if isinstance(under, DraftTree) else Shape.CHAIN
-    want = a_want((1, 2), shape=shape)
+    want = wanted_block((1, 2), shape=shape)
     method = with_head(runner)
     propose(method, [want.under(under, max_tokens=3, until=1.0)])
     read = len(runner.fed)
@@ -305,7 +309,7 @@ def test_after_a_verdict_that_was_not_foreseen_the_head_makes_a_block_without_a_
 
 def test_an_unread_block_is_read_after_the_verdict():
     runner = SpyRunner()
-    want = a_want((1, 2))
+    want = wanted_block((1, 2))
     method = with_head(runner)
     propose(method, [ahead(want)], lambda: True)
     assert len(block_of(method, want.after(5, 2)).tokens) == 3
@@ -316,11 +320,11 @@ def test_an_unread_block_is_read_after_the_verdict():
 def test_a_forward_is_made_where_one_session_needs_it(rule):
     runner = SpyRunner()
     changes = {"sampling": DRAWN, "acceptance": REJECTION} if rule == "rejection sampling" else {}
-    want = a_want((1, 2), **changes)
+    want = wanted_block((1, 2), **changes)
     method = with_head(runner)
     propose(method, [ahead(want, 1)])
     read = len(runner.fed)
-    wants = [want.after(5, 2)] if changes else [want.after(5, 2), a_want((3, 4), session="new")]
+    wants = [want.after(5, 2)] if changes else [want.after(5, 2), wanted_block((3, 4), session="new")]
     blocks = propose(method, wants)
     assert len(runner.fed) == read + 1
     assert {len(block.tokens) for block in blocks} == {3}
@@ -329,15 +333,15 @@ def test_a_forward_is_made_where_one_session_needs_it(rule):
 
 def test_reading_a_block_does_not_help_to_draft_it_again():
     """The test simulates a broken stream; no token has been committed since."""
-    want = a_want((1, 2))
-    method = with_head(SpyRunner(), Mistaken())
+    want = wanted_block((1, 2))
+    method = with_head(SpyRunner(), LeastLikelyHead())
     propose(method, [ahead(want, 1)])
     assert block_of(method, want).tokens[0] == int(LOGITS[2].argmax())
 
 
 @pytest.mark.parametrize("shape", Shape)
 def test_a_head_whose_logits_are_not_finite_leaves_what_the_model_drafted(shape):
-    want = a_want((1, 2), shape=shape)
+    want = wanted_block((1, 2), shape=shape)
     method = with_head(SpyRunner(), Broken())
     block = block_of(method, want)
     assert first(block, 1) == first(by_model(want), 1)

@@ -19,7 +19,7 @@ from cluster.config_sections import STATE_READERS, LayerSkipOptions, NgramOption
 from cluster.drafting.method import DraftingMethod
 from cluster.errors import ModelError
 from protos.messages import StateDtype, StatesFormat, StatesNeeded
-from tests.unit.actors.drafters.drafting import a_setup, a_want, block_of
+from tests.unit.actors.drafters.drafting import a_setup, block_of, wanted_block
 
 SETUP = DraftSetup("float32", max_context=64, draft_tokens=4, target_tokens={1: "a"}, target="org/target")
 
@@ -37,7 +37,7 @@ def test_prompt_lookup_is_made_of_its_section() -> None:
     for shortest, found in ((2, (9, 2)), (3, ())):
         options = NgramOptions(max_ngram=3, min_ngram=shortest)
         method = create_method(DraftPool(method="ngram", ngram=options), SETUP)
-        assert block_of(method, a_want((1, 2, 3, 9, 2, 3), 2)).tokens == found
+        assert block_of(method, wanted_block((1, 2, 3, 9, 2, 3), 2)).tokens == found
 
 
 def test_a_method_without_a_model_needs_no_torch() -> None:
@@ -109,7 +109,7 @@ def layer_skip(layers: int | tuple[int, ...]) -> DraftingMethod:
 
 
 def test_it_drafts_what_the_reference_drafts() -> None:
-    want = a_want((*CASE["input_ids"].tolist(), int(CASE["next_token"])), 5)
+    want = wanted_block((*CASE["input_ids"].tolist(), int(CASE["next_token"])), 5)
     expected = tuple(CASE["chain_tokens"].tolist())
     for layers in (3, (0, 1, 2)):
         assert block_of(layer_skip(layers), want).tokens == expected

@@ -134,7 +134,7 @@ async def test_a_failure_while_ranks_run_is_raised_unchanged(ranks: list[asyncio
         await or_rank_failure(failing, ranks)
 
 
-class Silent:
+class SilentChannel:
     """Channel that never answers."""
 
     async def call(self, message: Any) -> Any:
@@ -154,7 +154,7 @@ async def test_a_rank_that_never_compiles_a_grammar_is_the_end_of_its_engine(mon
     usual = loop.time
     looks = iter(range(1_000_000))
     monkeypatch.setattr(loop, "time", lambda: usual() + next(looks))
-    silent: Any = Silent()
+    silent: Any = SilentChannel()
     reports = [RankReport(1, 8, LoadReport(0.0, 0, 0), AttentionReport("gathered"))]
     group = RankGroup([], reports, ForwardCost.linear(0.0), silent, silent, [Running()])
     watching = asyncio.create_task(group.watch())

@@ -10,7 +10,7 @@ END = len(TOKENS) - 1
 LETTERS = {token: index for index, token in enumerate(TOKENS)}
 
 
-class _Words:
+class _WordTokenizer:
     """The interface that `TokenizerWrapper` expects."""
 
     eos_token_id = END
@@ -24,7 +24,7 @@ class _Words:
 
 
 def small_vocabulary() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Words()), eos_token=[END])
+    return LLTokenizer(TokenizerWrapper(_WordTokenizer()), eos_token=[END])
 
 
 def text_of(tokens: Sequence[int]) -> str:

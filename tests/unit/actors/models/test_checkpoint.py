@@ -554,7 +554,7 @@ ID = "org/target"
 SHARDS = {"embedding": "embed_tokens", "head": "lm_head", "norm": "model.norm"}
 
 
-class Hub:
+class FakeHub:
     """Fake hub with the fixtures' target, one file per layer and per other tensor; records downloads."""
 
     def __init__(self, origin: Path, cache: Path) -> None:
@@ -579,7 +579,7 @@ def shard_of(tensor: str) -> str:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     origin = tmp_path / "origin"
     cache = tmp_path / "cache"
     origin.mkdir()
@@ -591,7 +591,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
         save_file({name: tensors[name] for name in tensors if places[name] == shard}, origin / f"{shard}.safetensors")
     files = {name: f"{shard}.safetensors" for name, shard in places.items()}
     (origin / INDEX).write_text(json.dumps({"weight_map": files}))
-    found = Hub(origin, cache)
+    found = FakeHub(origin, cache)
     monkeypatch.setattr(checkpoints, "snapshot_download", found.snapshot_download)
     return found
 
@@ -619,23 +619,23 @@ def with_borrowed_lm_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ],
 )
 def test_a_head_fetches_only_what_it_borrows_of_the_target(
-    hub: Hub, method: str, fixture: str, fetched: set[str]
+    hub: FakeHub, method: str, fixture: str, fetched: set[str]
 ) -> None:
     created(method, checkpoint(fixture))
     assert hub.fetched == fetched
 
 
-def test_medusa_heads_without_an_lm_head_fetch_it_alone(hub: Hub, tmp_path: Path) -> None:
+def test_medusa_heads_without_an_lm_head_fetch_it_alone(hub: FakeHub, tmp_path: Path) -> None:
     created("medusa", altered(tmp_path, "medusa", with_borrowed_lm_head, original_lm_head=True))
     assert hub.fetched == {"head"}
 
 
-def test_layers_of_the_target_are_fetched_without_the_others(hub: Hub) -> None:
+def test_layers_of_the_target_are_fetched_without_the_others(hub: FakeHub) -> None:
     created("layer_skip", None, layer_skip={"layers": [0, 3]})
     assert hub.fetched == {"layer0", "layer3", "embedding", "head", "norm"}
 
 
-def test_partially_fetched_layers_equal_those_of_the_whole_checkpoint(hub: Hub) -> None:
+def test_partially_fetched_layers_equal_those_of_the_whole_checkpoint(hub: FakeHub) -> None:
     layers = (1, 2)
     found = load_layers(folder_with(ID, layer_names(layers)), layers, "float32", torch.device("cpu"))
     whole = load_layers(TARGET, layers, "float32", torch.device("cpu"))
@@ -643,7 +643,7 @@ def test_partially_fetched_layers_equal_those_of_the_whole_checkpoint(hub: Hub) 
         assert torch.equal(found.state_dict()[name], tensor)
 
 
-def test_a_checkpoint_in_one_file_is_fetched_whole(hub: Hub) -> None:
+def test_a_checkpoint_in_one_file_is_fetched_whole(hub: FakeHub) -> None:
     (hub.origin / INDEX).unlink()
     for path in hub.origin.glob("*.safetensors"):
         path.unlink()
@@ -652,7 +652,7 @@ def test_a_checkpoint_in_one_file_is_fetched_whole(hub: Hub) -> None:
     assert hub.fetched == {"model"}
 
 
-def test_a_local_folder_is_as_it_is(hub: Hub) -> None:
+def test_a_local_folder_is_as_it_is(hub: FakeHub) -> None:
     assert folder_with(str(TARGET), layer_names([0])) == TARGET
     assert hub.fetched == set()
 

@@ -23,7 +23,7 @@ def a_folder(folder: Path, config: Any, **files: str) -> Path:
     return folder
 
 
-def the_refusal(folder: Path) -> str:
+def refusal_of(folder: Path) -> str:
     with pytest.raises(ModelError) as refused:
         read_config(folder)
     message = str(refused.value)
@@ -53,7 +53,7 @@ def the_refusal(folder: Path) -> str:
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(tmp_path, config, problem, remedy):
-    message = the_refusal(a_folder(tmp_path, config))
+    message = refusal_of(a_folder(tmp_path, config))
     assert remedy in message
     with pytest.raises(ModelError, match=problem):
         read_config(tmp_path)
@@ -61,12 +61,12 @@ def test_a_config_that_cannot_be_served_is_refused(tmp_path, config, problem, re
 
 @pytest.mark.parametrize("config", [None, LLAMA], ids=["alone", "beside a model"])
 def test_a_lora_adapter_is_to_be_merged(tmp_path, config):
-    assert "merge_and_unload()" in the_refusal(a_folder(tmp_path, config, adapter_config="{}"))
+    assert "merge_and_unload()" in refusal_of(a_folder(tmp_path, config, adapter_config="{}"))
 
 
 def test_gguf_files_are_to_be_converted(tmp_path):
     (tmp_path / "model.gguf").touch()
-    assert "save_pretrained()" in the_refusal(tmp_path)
+    assert "save_pretrained()" in refusal_of(tmp_path)
 
 
 @pytest.mark.parametrize("rope_type", ["llama3", "linear", "dynamic"])

@@ -108,10 +108,10 @@ class Bound:
 
 @pytest.mark.parametrize(("host", "insecure"), [("127.0.0.1", False), ("10.0.0.1", True)])
 def test_without_credentials_a_server_listens_on_loopback_or_where_all_are_trusted(host, insecure):
-    trusting = credentials_of(TrustConfig(insecure=insecure), PeerRole.TARGET)
-    assert trusting.listen(Bound(), host, 0) == 1  # type: ignore[arg-type]
-    assert trusting.belongs([])
-    assert trusting.roles({}) == EVERY_ROLE
+    credentials = credentials_of(TrustConfig(insecure=insecure), PeerRole.TARGET)
+    assert credentials.listen(Bound(), host, 0) == 1  # type: ignore[arg-type]
+    assert credentials.belongs([])
+    assert credentials.roles({}) == EVERY_ROLE
 
 
 def test_without_credentials_other_addresses_are_refused():

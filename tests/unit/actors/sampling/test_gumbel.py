@@ -33,7 +33,7 @@ def test_tensors_agree_with_integers_bit_for_bit(at, token_ids):
     assert uniform_scalar(at) == reference(at, 0)
 
 
-def key_whose_bits_are(bits: int) -> int:
+def key_with_bits(bits: int) -> int:
     """Inverts the finaliser; returns the key with these 64 bits for token 0."""
 
     def unshift(y: int, shift: int) -> int:
@@ -51,7 +51,7 @@ def key_whose_bits_are(bits: int) -> int:
 def test_the_extremes_are_inside_the_open_interval():
     """A uniform number that rounds to 1 gives infinite noise, which draws its token for any logits."""
     for bits in (0, MASK):
-        at = key_whose_bits_are(bits)
+        at = key_with_bits(bits)
         assert 0.0 < uniform_scalar(at) < 1.0
         assert math.isfinite(float(gumbel(at, torch.arange(1))))
 

@@ -28,7 +28,7 @@ def an_ended(name: str, committed: tuple[int, ...] = TEXT, **changes: Any) -> Se
     return session
 
 
-class Desk:
+class AuditHarness:
     """Router's audits with its reachable targets."""
 
     def __init__(self, targets: str = "TU", **config: Any) -> None:
@@ -86,154 +86,154 @@ def test_by_default_nothing_is_audited():
 
 
 def test_rejection_sampling_is_counted_and_not_audited():
-    desk = Desk()
-    desk.ended(sampling=Sampling(temperature=0.7), acceptance=Acceptance.REJECTION)
-    assert (desk.outcomes, desk.tick()) == ({"rejection": 1}, [])
+    harness = AuditHarness()
+    harness.ended(sampling=Sampling(temperature=0.7), acceptance=Acceptance.REJECTION)
+    assert (harness.outcomes, harness.tick()) == ({"rejection": 1}, [])
 
 
 def test_a_request_without_tokens_is_not_audited():
-    desk = Desk()
-    desk.ended(committed=())
-    assert (desk.outcomes, desk.audits.waiting) == ({}, 0)
+    harness = AuditHarness()
+    harness.ended(committed=())
+    assert (harness.outcomes, harness.audits.waiting) == ({}, 0)
 
 
 # ---------------------------------------------------------------- queue
 
 
 def test_requests_beyond_the_queue_are_dropped_and_counted():
-    desk = Desk(max_waiting=2)
+    harness = AuditHarness(max_waiting=2)
     for name in "abc":
-        desk.ended(name)
-    assert (desk.audits.waiting, desk.outcomes) == (2, {"dropped": 1})
+        harness.ended(name)
+    assert (harness.audits.waiting, harness.outcomes) == (2, {"dropped": 1})
 
 
 def test_waiting_tokens_are_bounded():
-    desk = Desk(max_waiting_tokens=14)
-    desk.ended("a")
-    desk.ended("b", committed=tuple(range(10, 16)))
-    desk.ended("c", committed=tuple(range(10, 15)))
-    assert (desk.audits.waiting, desk.outcomes) == (2, {"dropped": 1})
+    harness = AuditHarness(max_waiting_tokens=14)
+    harness.ended("a")
+    harness.ended("b", committed=tuple(range(10, 16)))
+    harness.ended("c", committed=tuple(range(10, 15)))
+    assert (harness.audits.waiting, harness.outcomes) == (2, {"dropped": 1})
 
 
 def test_one_audit_runs_at_a_time():
-    desk = Desk()
-    desk.begin(name="a")
-    desk.ended("b")
-    assert desk.tick(10.0) == []
+    harness = AuditHarness()
+    harness.begin(name="a")
+    harness.ended("b")
+    assert harness.tick(10.0) == []
 
 
 # ---------------------------------------------------------------- targets
 
 
 def test_another_target_than_the_one_that_served_is_preferred():
-    assert [Desk(targets).begin()[0] for targets in ("TU", "UT", "T")] == ["U", "U", "T"]
+    assert [AuditHarness(targets).begin()[0] for targets in ("TU", "UT", "T")] == ["U", "U", "T"]
 
 
 def test_an_audit_waits_for_another_target_and_lets_others_pass():
-    desk = Desk()
-    desk.targets.moved(None, "U")
-    desk.ended("a", served_by="T")
-    assert desk.tick() == []
-    desk.ended("b", served_by="U")
-    ((target, request),) = desk.tick()
+    harness = AuditHarness()
+    harness.targets.moved(None, "U")
+    harness.ended("a", served_by="T")
+    assert harness.tick() == []
+    harness.ended("b", served_by="U")
+    ((target, request),) = harness.tick()
     assert (target, request.session) == ("T", "audit-b"), "it does not block the queue"
-    desk.say(target, request, *TEXT)
-    desk.targets.moved("U", None)
-    ((target, request),) = desk.tick()
+    harness.say(target, request, *TEXT)
+    harness.targets.moved("U", None)
+    ((target, request),) = harness.tick()
     assert (target, request.session) == ("U", "audit-a")
 
 
 def test_targets_with_sessions_are_not_used():
-    desk = Desk("T")
-    desk.targets.moved(None, "T")
-    desk.ended()
-    assert desk.tick(99.0) == []
+    harness = AuditHarness("T")
+    harness.targets.moved(None, "T")
+    harness.ended()
+    assert harness.tick(99.0) == []
 
 
 def test_a_refused_audit_continues_after_a_pause_before_any_other():
-    desk = Desk("T")
-    target, request = desk.begin(name="a")
-    desk.ended("b")
-    desk.say(target, request, 10)
-    desk.refuse(target, request)
-    assert desk.tick() == [], "requests are being served"
-    ((_, again),) = desk.tick(10.0)
+    harness = AuditHarness("T")
+    target, request = harness.begin(name="a")
+    harness.ended("b")
+    harness.say(target, request, 10)
+    harness.refuse(target, request)
+    assert harness.tick() == [], "requests are being served"
+    ((_, again),) = harness.tick(10.0)
     assert (again.session, again.tokens, again.attempt) == ("audit-a", (*PROMPT, 10), 2)
-    desk.say(target, again, 11, 12)
-    assert desk.outcomes == {"equal": 1}
+    harness.say(target, again, 11, 12)
+    assert harness.outcomes == {"equal": 1}
 
 
 def test_a_refusal_of_an_earlier_attempt_is_ignored():
-    desk = Desk("T")
-    target, request = desk.begin()
-    (sent,) = desk.say(target, request, 50)
-    desk.refuse(target, request)
-    assert desk.say(target, sent[1], 50, margin=3.0), "it still runs"
+    harness = AuditHarness("T")
+    target, request = harness.begin()
+    (sent,) = harness.say(target, request, 50)
+    harness.refuse(target, request)
+    assert harness.say(target, sent[1], 50, margin=3.0), "it still runs"
 
 
 def test_an_audit_refused_as_invalid_fails():
-    desk = Desk("T")
-    target, request = desk.begin()
-    desk.refuse(target, request, RefusalReason.INVALID)
-    assert (desk.tick(99.0), desk.outcomes) == ([], {"failed": 1})
+    harness = AuditHarness("T")
+    target, request = harness.begin()
+    harness.refuse(target, request, RefusalReason.INVALID)
+    assert (harness.tick(99.0), harness.outcomes) == ([], {"failed": 1})
 
 
 @pytest.mark.parametrize("malformed", [False, True])
 def test_an_audit_that_loses_its_targets_is_given_up_after_a_few(malformed):
-    desk = Desk("T")
-    target, request = desk.begin()
+    harness = AuditHarness("T")
+    target, request = harness.begin()
     lost = 0
     while True:
         lost += 1
         assert lost < 10
         if malformed:
             close = Close(request.session, request.attempt)
-            assert desk.audits.unreadable(target, request.session) == [(target, close)]
+            assert harness.audits.unreadable(target, request.session) == [(target, close)]
         else:
-            desk.audits.gone(target)
-        if not (sent := desk.tick(99.0)):
+            harness.audits.gone(target)
+        if not (sent := harness.tick(99.0)):
             break
         ((target, request),) = sent
     assert lost > 1
-    assert desk.outcomes == {"failed": 1}
+    assert harness.outcomes == {"failed": 1}
 
 
 def test_other_targets_and_sessions_are_ignored():
-    desk = Desk()
-    target, request = desk.begin()
-    desk.audits.gone("T")
-    assert desk.say("T", request, *TEXT) == []
-    assert desk.audits.unreadable(target, "another") == []
-    desk.say(target, request, *TEXT)
-    assert desk.outcomes == {"equal": 1}
+    harness = AuditHarness()
+    target, request = harness.begin()
+    harness.audits.gone("T")
+    assert harness.say("T", request, *TEXT) == []
+    assert harness.audits.unreadable(target, "another") == []
+    harness.say(target, request, *TEXT)
+    assert harness.outcomes == {"equal": 1}
 
 
 def test_a_stopped_router_ends_all_audits():
-    desk = Desk()
-    target, request = desk.begin(name="a")
-    desk.ended("b")
-    assert desk.audits.stop() == [(target, Close("audit-a", request.attempt))]
-    assert (desk.tick(99.0), desk.outcomes) == ([], {"dropped": 2})
-    assert desk.audits.stop() == []
+    harness = AuditHarness()
+    target, request = harness.begin(name="a")
+    harness.ended("b")
+    assert harness.audits.stop() == [(target, Close("audit-a", request.attempt))]
+    assert (harness.tick(99.0), harness.outcomes) == ([], {"dropped": 2})
+    assert harness.audits.stop() == []
 
 
 # ---------------------------------------------------------------- results
 
 
-def a_difference(desk: Desk, margin: float) -> tuple[str, list[Any]]:
+def a_difference(harness: AuditHarness, margin: float) -> tuple[str, list[Any]]:
     """Runs an audit until the answer with its margin."""
-    target, request = desk.begin()
-    ((_, question),) = desk.say(target, request, 10, 50)
-    return target, desk.say(target, question, 50, margin=margin)
+    target, request = harness.begin()
+    ((_, question),) = harness.say(target, request, 10, 50)
+    return target, harness.say(target, question, 50, margin=margin)
 
 
 def test_a_difference_is_counted_and_alarmed():
-    desk = Desk()
-    target, sent = a_difference(desk, 3.0)
-    assert desk.found == []
-    assert desk.say(target, sent[0][1], 51) == []
-    assert [(found.plain, found.committed, found.audited_by) for found in desk.found] == [((50, 51), (11, 12), "U")]
-    assert (desk.outcomes, desk.audits.state) == ({"differs": 1}, "differs")
+    harness = AuditHarness()
+    target, sent = a_difference(harness, 3.0)
+    assert harness.found == []
+    assert harness.say(target, sent[0][1], 51) == []
+    assert [(found.plain, found.committed, found.audited_by) for found in harness.found] == [((50, 51), (11, 12), "U")]
+    assert (harness.outcomes, harness.audits.state) == ({"differs": 1}, "differs")
 
 
 def test_the_near_tie_margin_follows_the_dtype_unless_configured():
@@ -242,21 +242,21 @@ def test_the_near_tie_margin_follows_the_dtype_unless_configured():
         ({}, 0.003, "differs"),
         ({"near_tie": 0.01}, 0.003, "near_tie"),
     ):
-        desk = Desk(**config)
-        target, sent = a_difference(desk, margin)
-        desk.say(target, sent[0][1], 51 if outcome == "differs" else 12)
-        assert desk.outcomes == {outcome: 1}
-        assert (desk.audits.widest_near_tie == margin) == (outcome == "near_tie")
+        harness = AuditHarness(**config)
+        target, sent = a_difference(harness, margin)
+        harness.say(target, sent[0][1], 51 if outcome == "differs" else 12)
+        assert harness.outcomes == {outcome: 1}
+        assert (harness.audits.widest_near_tie == margin) == (outcome == "near_tie")
 
 
 @pytest.mark.parametrize("how", ["stopped", "lost"])
 def test_a_difference_is_reported_without_its_continuation(how):
-    desk = Desk("T")
-    target, _ = a_difference(desk, 3.0)
+    harness = AuditHarness("T")
+    target, _ = a_difference(harness, 3.0)
     if how == "stopped":
-        desk.audits.stop()
+        harness.audits.stop()
     for _ in range(10 if how == "lost" else 0):
-        desk.audits.gone(target)
-        desk.tick()
-    assert [found.plain for found in desk.found] == [(50,)]
-    assert desk.outcomes == {"differs": 1}
+        harness.audits.gone(target)
+        harness.tick()
+    assert [found.plain for found in harness.found] == [(50,)]
+    assert harness.outcomes == {"differs": 1}

@@ -31,7 +31,7 @@ class Costs:
 
 
 @dataclass
-class PoolNow:
+class PoolState:
     """Running replicas of a pool, and starting ones with their start times."""
 
     least: int
@@ -55,9 +55,9 @@ class PoolNow:
 
     def observed(self, deployment: str, now: int, settings: Mapping[str, float]) -> Observed:
         """Returns the policy's input: the replicas' means over the look-back period, and their settings."""
-        told = [vars(report) for report in self.reports]
-        means = {name: sum(one[name] for one in told) / len(told) for name in (told[0] if told else ())}
-        values = {**means, **settings} if told else {}
+        reports = [vars(report) for report in self.reports]
+        means = {name: sum(one[name] for one in reports) / len(reports) for name in (reports[0] if reports else ())}
+        values = {**means, **settings} if reports else {}
         metrics = {name: dict.fromkeys(range(self.running), value) for name, value in values.items()}
         return SimpleNamespace(
             deployment_name=deployment,
@@ -70,22 +70,22 @@ class PoolNow:
         )
 
 
-def target_pool(least: int = 1, most: int = 4, max_sessions: int = 32, **scaling: Any) -> PoolNow:
+def target_pool(least: int = 1, most: int = 4, max_sessions: int = 32, **scaling: Any) -> PoolState:
     defaults = {"sessions_per_replica": max_sessions / 2, "max_sessions": max_sessions, "first_token_s": 2.0}
     delays = {"up_delay_s": 10.0, "down_delay_s": 300.0}
-    return PoolNow(least, most, max_sessions, {**defaults, **delays, **scaling}, size=least, running=least)
+    return PoolState(least, most, max_sessions, {**defaults, **delays, **scaling}, size=least, running=least)
 
 
-def draft_pool(least: int = 1, most: int = 8, max_sessions: int = 64, **scaling: Any) -> PoolNow:
+def draft_pool(least: int = 1, most: int = 8, max_sessions: int = 64, **scaling: Any) -> PoolState:
     defaults = {"sessions_per_replica": max_sessions / 2, "per_target": None}
     delays = {"up_delay_s": 10.0, "down_delay_s": 300.0}
-    return PoolNow(least, most, max_sessions, {**defaults, **delays, **scaling}, size=least, running=least)
+    return PoolState(least, most, max_sessions, {**defaults, **delays, **scaling}, size=least, running=least)
 
 
 class PoolWorld:
     """Runs a trace; `rate` gives arrivals per second at each second."""
 
-    def __init__(self, targets: PoolNow, drafters: PoolNow, costs: Costs, start_s: int = 20, seed: int = 7) -> None:
+    def __init__(self, targets: PoolState, drafters: PoolState, costs: Costs, start_s: int = 20, seed: int = 7) -> None:
         self.targets = targets
         self.drafters = drafters
         self.speculates = True

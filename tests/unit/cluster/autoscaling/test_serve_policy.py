@@ -115,24 +115,24 @@ def test_the_latest_reported_settings_apply() -> None:
 
 def test_differing_settings_are_taken_from_one_replica() -> None:
     small = TargetScaling(sessions_per_replica=1, max_sessions=2, first_token_s=7.0, **AT_ONCE)
-    told = [as_numbers({TARGET: asdict(one), DRAFT: asdict(DRAFTERS)}) for one in (TARGETS, small)]
-    seen = observed("Target", *({**asdict(BUSY), **one} for one in told), bounds=(1, 99))
+    numbers = [as_numbers({TARGET: asdict(one), DRAFT: asdict(DRAFTERS)}) for one in (TARGETS, small)]
+    seen = observed("Target", *({**asdict(BUSY), **one} for one in numbers), bounds=(1, 99))
     assert PoolsPolicy()({"T": seen})[0] == {"T": 48}
 
 
-@pytest.mark.parametrize("untold", SETTINGS)
-def test_incomplete_settings_of_a_replica_are_ignored(untold: str) -> None:
+@pytest.mark.parametrize("missing", SETTINGS)
+def test_incomplete_settings_of_a_replica_are_ignored(missing: str) -> None:
     seen = {"T": targets(BUSY, BUSY, size=2), "D": drafters(DraftReport(), size=2)}
     sizes = PoolsPolicy()(seen)[0]
-    del seen["T"].aggregated_metrics[untold][1]
+    del seen["T"].aggregated_metrics[missing][1]
     assert PoolsPolicy()(seen)[0] == sizes
 
 
-@pytest.mark.parametrize("untold", SETTINGS)
-def test_a_pool_without_complete_settings_keeps_its_size_alone(untold: str) -> None:
+@pytest.mark.parametrize("missing", SETTINGS)
+def test_a_pool_without_complete_settings_keeps_its_size_alone(missing: str) -> None:
     seen = {"target": targets(BUSY, size=2), "draft": drafters(DraftReport(), size=2)}
-    seen["target"].aggregated_metrics[untold].clear()
-    assert PoolsPolicy()(seen)[0] == {"target": 3, "draft": 3} | {untold.partition("_")[0]: 2}
+    seen["target"].aggregated_metrics[missing].clear()
+    assert PoolsPolicy()(seen)[0] == {"target": 3, "draft": 3} | {missing.partition("_")[0]: 2}
 
 
 def test_narrower_bounds_apply_without_reports() -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.cluster.routing.conversations import Outcome, outcomes
 
 
-def told(name: str, outcome: Outcome) -> str:
+def line(name: str, outcome: Outcome) -> str:
     return (
         f"{name}: {outcome.cached_share:.2f} of the prompt tokens in the cache; the busiest target"
         f" {mean(outcome.ahead):.1f} sessions ahead of the idlest (at most {max(outcome.ahead)}) of"
@@ -19,7 +19,7 @@ def told(name: str, outcome: Outcome) -> str:
 def test_conversations_hit_cached_prefixes_without_unbalancing_targets(targets: int, systems: int) -> None:
     """The caches are large enough for every conversation."""
     by_load, by_prefix = outcomes(targets, pages=12_000, systems=systems, seed=1)
-    print(f"\n{targets} targets, {systems} system prompts\n  {told('load', by_load)}\n  {told('prefix', by_prefix)}")
+    print(f"\n{targets} targets, {systems} system prompts\n  {line('load', by_load)}\n  {line('prefix', by_prefix)}")
     assert by_prefix.cached_share > by_load.cached_share + 0.05
     assert by_prefix.cached_share > 0.8
     assert mean(by_prefix.ahead) < 4.0, "what a cached beginning is worth at most"
@@ -31,6 +31,6 @@ def test_conversations_hit_cached_prefixes_without_unbalancing_targets(targets: 
 def test_evictions_do_not_unbalance_the_targets() -> None:
     """The caches barely exceed the running sessions, so the router overestimates the cached prefixes."""
     by_load, by_prefix = outcomes(targets=4, pages=1500, systems=8, seed=1)
-    print(f"\nsmall caches\n  {told('load', by_load)}\n  {told('prefix', by_prefix)}")
+    print(f"\nsmall caches\n  {line('load', by_load)}\n  {line('prefix', by_prefix)}")
     assert by_prefix.cached_share > by_load.cached_share
     assert mean(by_prefix.ahead) < 4.0

@@ -120,12 +120,12 @@ def test_a_replaced_target_that_resumes_commits_nothing():
     """Its late verdicts are ignored, even under its successor's address and even if they are right."""
     session = a_session()
     session.on_verdict("t1", a_verdict(session, 4))
-    from_the_grave = a_verdict(session, 5)
+    stale_verdict = a_verdict(session, 5)
     assert session.on_target_gone("t1") == []
-    assert session.on_verdict("t1", from_the_grave) == [], "while no target is assigned"
+    assert session.on_verdict("t1", stale_verdict) == [], "while no target is assigned"
     opened = session.assign_target("t2")
-    assert session.on_verdict("t1", from_the_grave) == []
-    assert session.on_verdict("t2", from_the_grave) == []
+    assert session.on_verdict("t1", stale_verdict) == []
+    assert session.on_verdict("t2", stale_verdict) == []
     assert session.on_target_gone("t1") == [], "its stream may also break twice"
     assert session.committed == (4,)
     first = opened[0]

@@ -12,7 +12,7 @@ from tests.scenarios.verification import VOCABULARY, text
 from tests.unit.cluster.verification.test_hidden_state_sender import (
     SMALL,
     WIDE,
-    FeedDesk,
+    StatesHarness,
     check,
     check_preempted_sessions_go_on,
     to_drafter,
@@ -22,8 +22,8 @@ PROMPT = tuple(range(1, 14))
 LONGER = (*PROMPT, 20, 21)
 
 
-class FreshDesk(FeedDesk):
-    """Desk with an engine that keeps only its latest step's states, and fails on reads of others."""
+class RecomputeHarness(StatesHarness):
+    """Harness with an engine that keeps only its latest step's states, and fails on reads of others."""
 
     def __init__(self, layout: StatesFormat = SMALL, **limits: Any) -> None:
         super().__init__(layout, keeps_states=False, **limits)
@@ -58,77 +58,77 @@ class FreshDesk(FeedDesk):
 
 
 def test_states_of_a_step_are_sent_with_its_verdict():
-    desk = FreshDesk()
-    desk.open(tokens=(1, 2, 3))
-    desk.attach_from((1, 2, 3), 0)
-    first, second = desk.states_of_steps(2)
+    harness = RecomputeHarness()
+    harness.open(tokens=(1, 2, 3))
+    harness.attach_from((1, 2, 3), 0)
+    first, second = harness.states_of_steps(2)
     assert [(first.first, first.end), (second.first, second.end)] == [(0, 3), (3, 4)]
     check(second, (1, 2, 3, *text((1, 2, 3), 1)))
-    assert desk.recomputed == 0
+    assert harness.recomputed == 0
 
 
 def test_prompt_states_are_sent_after_each_chunk():
-    desk = FreshDesk(WIDE, max_step_tokens=4, max_context=100)
-    desk.open(tokens=PROMPT)
-    desk.attach_from(PROMPT, 0)
-    found = desk.states_of_steps(4)
+    harness = RecomputeHarness(WIDE, max_step_tokens=4, max_context=100)
+    harness.open(tokens=PROMPT)
+    harness.attach_from(PROMPT, 0)
+    found = harness.states_of_steps(4)
     assert [states.first for states in found][:3] == [0, 4, 8]
     for states in found:
         check(states, (*PROMPT, *text(PROMPT, 2)))
     assert found[-1].end == len(PROMPT)
-    assert desk.recomputed == 0
+    assert harness.recomputed == 0
 
 
 def test_a_late_drafter_has_the_text_recomputed():
-    desk = FreshDesk()
-    desk.open(tokens=(1, 2, 3), max_len=60)
+    harness = RecomputeHarness()
+    harness.open(tokens=(1, 2, 3), max_len=60)
     for _ in range(4):
-        desk.step()
+        harness.step()
     tokens = (1, 2, 3, *text((1, 2, 3), 4))
-    desk.attach_from(tokens, 0)
-    assert desk.feeds.next_read() is None
-    (states,) = desk.states_of_steps(1)
+    harness.attach_from(tokens, 0)
+    assert harness.feeds.next_read() is None
+    (states,) = harness.states_of_steps(1)
     assert (states.first, states.end) == (0, len(tokens))
     check(states, tokens)
-    assert desk.recomputed == len(tokens) - 1, "the last was not computed yet"
-    assert desk.scheduler.counts.known_tokens == len(tokens) + desk.recomputed
-    assert desk.rows[-1][0].start == 0
+    assert harness.recomputed == len(tokens) - 1, "the last was not computed yet"
+    assert harness.scheduler.counts.known_tokens == len(tokens) + harness.recomputed
+    assert harness.rows[-1][0].start == 0
 
 
 def test_only_missing_states_are_recomputed():
-    desk = FreshDesk()
-    desk.open(tokens=(1, 2, 3), max_len=60)
+    harness = RecomputeHarness()
+    harness.open(tokens=(1, 2, 3), max_len=60)
     for _ in range(4):
-        desk.step()
+        harness.step()
     tokens = (1, 2, 3, *text((1, 2, 3), 4))
-    desk.attach_from(tokens, len(tokens) - 3)
-    (states,) = desk.states_of_steps(1)
+    harness.attach_from(tokens, len(tokens) - 3)
+    (states,) = harness.states_of_steps(1)
     assert (states.first, states.end) == (len(tokens) - 3, len(tokens))
-    assert desk.recomputed == 2
+    assert harness.recomputed == 2
 
 
 def test_states_of_the_latest_step_are_not_recomputed():
-    desk = FreshDesk()
-    desk.open(tokens=(1, 2, 3), max_len=60)
-    desk.step()
+    harness = RecomputeHarness()
+    harness.open(tokens=(1, 2, 3), max_len=60)
+    harness.step()
     tokens = (1, 2, 3, *text((1, 2, 3), 1))
-    desk.attach_from(tokens, 0)
-    (states,) = desk.reads()
+    harness.attach_from(tokens, 0)
+    (states,) = harness.reads()
     assert (states.first, states.end) == (0, 3)
     check(states, tokens)
-    assert desk.recomputed == 0
+    assert harness.recomputed == 0
 
 
 def test_a_prefix_hit_is_recomputed_without_changing_the_text():
-    desk = FreshDesk()
-    desk.open("a", tokens=PROMPT)
-    desk.step()
-    desk.open("b", tokens=LONGER)
-    desk.attach_from(LONGER, 0, "b")
-    (states,) = desk.states_of_steps(1, "b")
+    harness = RecomputeHarness()
+    harness.open("a", tokens=PROMPT)
+    harness.step()
+    harness.open("b", tokens=LONGER)
+    harness.attach_from(LONGER, 0, "b")
+    (states,) = harness.states_of_steps(1, "b")
     assert (states.session, states.first, states.end) == ("b", 0, len(LONGER))
     check(states, LONGER)
-    assert desk.recomputed == 12, "the whole pages that were found"
+    assert harness.recomputed == 12, "the whole pages that were found"
 
 
 @pytest.mark.parametrize(
@@ -137,139 +137,139 @@ def test_a_prefix_hit_is_recomputed_without_changing_the_text():
     ids=["some", "none", "later", "all"],
 )
 def test_a_prefix_hit_is_recomputed_only_from_where_a_drafter_may_begin(by, first, recomputed):
-    desk = FreshDesk()
-    desk.open("a", tokens=PROMPT)
-    desk.step()
-    desk.open("b", tokens=LONGER)
-    desk.attach_from(LONGER, 0, "b", by=by)
-    (states,) = desk.states_of_steps(1, "b")
+    harness = RecomputeHarness()
+    harness.open("a", tokens=PROMPT)
+    harness.step()
+    harness.open("b", tokens=LONGER)
+    harness.attach_from(LONGER, 0, "b", by=by)
+    (states,) = harness.states_of_steps(1, "b")
     assert (states.first, states.end) == (first, len(LONGER))
     check(states, LONGER)
-    assert desk.recomputed == recomputed
+    assert harness.recomputed == recomputed
 
 
 def test_a_late_drafter_may_begin_within_the_text():
-    desk = FreshDesk()
-    desk.open(tokens=(1, 2, 3), max_len=60)
+    harness = RecomputeHarness()
+    harness.open(tokens=(1, 2, 3), max_len=60)
     for _ in range(4):
-        desk.step()
+        harness.step()
     tokens = (1, 2, 3, *text((1, 2, 3), 4))
-    desk.attach_from(tokens, 0, by=4)
-    assert desk.feeds.next_read() is None, "of position 4 nothing is there"
-    first, second = desk.states_of_steps(2)
+    harness.attach_from(tokens, 0, by=4)
+    assert harness.feeds.next_read() is None, "of position 4 nothing is there"
+    first, second = harness.states_of_steps(2)
     assert (first.first, first.end, second.first) == (4, 7, 7)
     check(second, (*tokens, *text(tokens, 1)))
-    assert desk.recomputed == 2
+    assert harness.recomputed == 2
 
 
 def test_a_late_drafter_begins_earlier_if_states_exist():
-    desk = FreshDesk()
-    desk.open(tokens=PROMPT, max_len=60)
-    desk.step()
+    harness = RecomputeHarness()
+    harness.open(tokens=PROMPT, max_len=60)
+    harness.step()
     tokens = (*PROMPT, *text(PROMPT, 1))
-    desk.attach_from(tokens, 2, by=12)
-    (states,) = desk.reads()
+    harness.attach_from(tokens, 2, by=12)
+    (states,) = harness.reads()
     assert (states.first, states.end) == (2, len(PROMPT))
-    desk.step()
-    desk.attach_from(tokens, 0, by=13)
-    (states,) = desk.reads()
+    harness.step()
+    harness.attach_from(tokens, 0, by=13)
+    (states,) = harness.reads()
     assert (states.first, states.end) == (13, 14)
-    assert desk.recomputed == 0
+    assert harness.recomputed == 0
 
 
 def test_a_drafter_late_for_a_chunked_prompt_begins_at_existing_states():
-    desk = FreshDesk(WIDE, max_step_tokens=4, max_context=100)
-    desk.open(tokens=PROMPT)
-    desk.step()
-    desk.step()
-    desk.attach_from(PROMPT, 0, by=10)
-    (first,) = desk.reads()
+    harness = RecomputeHarness(WIDE, max_step_tokens=4, max_context=100)
+    harness.open(tokens=PROMPT)
+    harness.step()
+    harness.step()
+    harness.attach_from(PROMPT, 0, by=10)
+    (first,) = harness.reads()
     assert (first.first, first.end) == (4, 8)
-    desk.ack(first.end)
-    found = desk.states_of_steps(2)
+    harness.ack(first.end)
+    found = harness.states_of_steps(2)
     assert [states.first for states in found] == [8, 12]
     assert found[-1].end == len(PROMPT)
-    assert desk.recomputed == 0
+    assert harness.recomputed == 0
 
 
 def test_before_the_first_send_a_later_beginning_avoids_recomputation():
-    desk = FreshDesk(max_step_tokens=4, max_context=100)
-    desk.open(tokens=PROMPT)
-    desk.step()
-    desk.step()
-    desk.attach_from(PROMPT, 0, by=10)
-    (states,) = desk.states_of_steps(1)
+    harness = RecomputeHarness(max_step_tokens=4, max_context=100)
+    harness.open(tokens=PROMPT)
+    harness.step()
+    harness.step()
+    harness.attach_from(PROMPT, 0, by=10)
+    (states,) = harness.states_of_steps(1)
     assert (states.first, states.end) == (8, 12)
-    assert desk.recomputed == 0
+    assert harness.recomputed == 0
 
 
 def test_sent_states_have_no_gaps():
     """States not sent in time are recomputed."""
-    desk = FreshDesk(max_step_tokens=4, max_context=100, window_bytes=1, verdict_states_bytes=0)
-    desk.open(tokens=PROMPT)
-    desk.attach_from(PROMPT, 0, by=12)
-    desk.step()
-    (first,) = desk.reads()
+    harness = RecomputeHarness(max_step_tokens=4, max_context=100, window_bytes=1, verdict_states_bytes=0)
+    harness.open(tokens=PROMPT)
+    harness.attach_from(PROMPT, 0, by=12)
+    harness.step()
+    (first,) = harness.reads()
     assert (first.first, first.end) == (0, 4)
-    desk.step()
-    assert list(desk.reads()) == [], "the first are still on their way"
-    desk.step()
-    desk.ack(first.end)
-    desk.step()
-    (second,) = desk.reads()
+    harness.step()
+    assert list(harness.reads()) == [], "the first are still on their way"
+    harness.step()
+    harness.ack(first.end)
+    harness.step()
+    (second,) = harness.reads()
     assert second.first == 4
-    assert desk.recomputed > 0
+    assert harness.recomputed > 0
 
 
 def test_without_a_reading_drafter_nothing_is_recomputed():
-    desk = FreshDesk()
-    desk.open("a", tokens=PROMPT)
-    desk.step()
-    desk.open("b", tokens=LONGER)
-    desk.attach_from(LONGER, None, "b")
-    desk.step()
-    assert desk.recomputed == 0
-    assert desk.rows[-1][-1].start == 12
+    harness = RecomputeHarness()
+    harness.open("a", tokens=PROMPT)
+    harness.step()
+    harness.open("b", tokens=LONGER)
+    harness.attach_from(LONGER, None, "b")
+    harness.step()
+    assert harness.recomputed == 0
+    assert harness.rows[-1][-1].start == 12
 
 
 def test_accepted_nodes_are_read_before_their_move():
-    desk = FreshDesk(WIDE)
-    desk.open(tokens=(1, 2))
-    desk.attach_from((1, 2), 0)
+    harness = RecomputeHarness(WIDE)
+    harness.open(tokens=(1, 2))
+    harness.attach_from((1, 2), 0)
     right = text((1, 2), 4)
     tree = DraftTree(((right[0] + 1) % VOCABULARY, right[0], right[1]), (-1, -1, 1))
-    desk.block((1, 2), tree)
-    (states,) = desk.states_of_steps(1)
+    harness.block((1, 2), tree)
+    (states,) = harness.states_of_steps(1)
     assert (states.first, states.end) == (0, 4)
     check(states, (1, 2, *right[:3]))
 
 
 def test_states_beyond_a_drafters_capacity_are_recomputed_a_few_times_then_lost():
-    desk = FreshDesk(window_bytes=1, verdict_states_bytes=0)
-    desk.open(tokens=(1, 2, 3), max_len=60)
-    desk.attach_from((1, 2, 3), 0)
-    desk.step()
-    (first,) = desk.reads()
+    harness = RecomputeHarness(window_bytes=1, verdict_states_bytes=0)
+    harness.open(tokens=(1, 2, 3), max_len=60)
+    harness.attach_from((1, 2, 3), 0)
+    harness.step()
+    (first,) = harness.reads()
     tokens = (1, 2, 3, *text((1, 2, 3), 1))
-    while not desk.feeds.counts["lost"]:
-        (verdict,) = [message for message in to_drafter(desk.step()) if isinstance(message, Verdict)]
+    while not harness.feeds.counts["lost"]:
+        (verdict,) = [message for message in to_drafter(harness.step()) if isinstance(message, Verdict)]
         tokens += verdict.tokens
-        assert list(desk.reads()) == [], "the first states are still in flight"
+        assert list(harness.reads()) == [], "the first states are still in flight"
         assert len(tokens) < 20
-    assert 0 < desk.recomputed < 10
-    desk.ack(first.end)
-    desk.attach_from(tokens, first.end)
-    (states,) = desk.states_of_steps(1)
+    assert 0 < harness.recomputed < 10
+    harness.ack(first.end)
+    harness.attach_from(tokens, first.end)
+    (states,) = harness.states_of_steps(1)
     assert states.first == first.end
-    assert desk.feeds.counts["lost"] == 1
+    assert harness.feeds.counts["lost"] == 1
 
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_recomputation_is_counted_only_without_stored_states(keeps):
-    assert ("again" in FeedDesk(keeps_states=keeps).feeds.counts) is not keeps
+    assert ("again" in StatesHarness(keeps_states=keeps).feeds.counts) is not keeps
 
 
 def test_a_preempted_session_resumes_its_states():
-    desk = FreshDesk(pages=9, max_sessions=2, max_context=24)
-    check_preempted_sessions_go_on(desk, steps=80)
-    assert desk.feeds.counts["lost"] == 0
+    harness = RecomputeHarness(pages=9, max_sessions=2, max_context=24)
+    check_preempted_sessions_go_on(harness, steps=80)
+    assert harness.feeds.counts["lost"] == 0

@@ -20,7 +20,7 @@ from tests.unit.examples.train_head.tiny_training import CPU
 PROMPTS = [[5, 9, 2], [7, 7, 1, 30, 4], [11]]
 
 
-class Spelling:
+class CharTokenizer:
     """Character tokenizer with a simple chat template: prefix, user text and suffix."""
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt):
@@ -95,19 +95,19 @@ def test_temperatures_are_spread_evenly():
 def test_prompts_and_messages_are_templated(tmp_path: Path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one"}\n\n{"messages": [{"role": "user", "content": "two"}], "kind": "chat"}\n')
-    assert [spelled(ids) for ids in prompt_ids(Spelling(), path)] == ["<one>|", "<two>|"]
-    assert spelled(chat_ids(Spelling(), [{"role": "user", "content": "one"}])) == "<one>|"
+    assert [spelled(ids) for ids in prompt_ids(CharTokenizer(), path)] == ["<one>|", "<two>|"]
+    assert spelled(chat_ids(CharTokenizer(), [{"role": "user", "content": "one"}])) == "<one>|"
 
 
 def test_a_line_without_a_prompt_is_refused(tmp_path: Path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one"}\n{"text": "two"}\n')
     with pytest.raises(ModelError, match="line 2"):
-        prompt_ids(Spelling(), path)
+        prompt_ids(CharTokenizer(), path)
 
 
 def test_a_dialogue_begins_with_the_messages_before_the_user():
-    assert spelled(opening_ids(Spelling())) == "<"
+    assert spelled(opening_ids(CharTokenizer())) == "<"
 
 
 def test_prompts_of_similar_length_are_batched():

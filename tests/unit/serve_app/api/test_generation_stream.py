@@ -45,12 +45,12 @@ def test_draft_metrics_are_summed_over_choices(codec: TextCodec) -> None:
     other.text.extend(CommittedTokens(codec.encode("abcd"), accepted=3, drafted=3))
     other.text.extend(CommittedTokens(codec.encode("e"), accepted=0, drafted=1))
     metrics = metrics_of([first, other])
-    told = metrics.speculative_decoding
+    decoding = metrics.speculative_decoding
     most = first.generation.draft_tokens
-    assert told.acceptance_histogram == (1, 0, 1, 1, *[0] * (most - 3))
-    assert (told.num_spec_tokens, told.num_spec_steps) == (most, 3)
-    assert (told.num_draft_tokens, told.num_accepted_draft_tokens) == (8, 5)
-    assert (told.draft_acceptance_rate, told.mean_acceptance_length) == (5 / 8, 1 + 5 / 3)
+    assert decoding.acceptance_histogram == (1, 0, 1, 1, *[0] * (most - 3))
+    assert (decoding.num_spec_tokens, decoding.num_spec_steps) == (most, 3)
+    assert (decoding.num_draft_tokens, decoding.num_accepted_draft_tokens) == (8, 5)
+    assert (decoding.draft_acceptance_rate, decoding.mean_acceptance_length) == (5 / 8, 1 + 5 / 3)
 
 
 def test_stop_reason_is_reported_if_the_request_named_it(codec: TextCodec) -> None:

@@ -101,9 +101,9 @@ def test_a_log_line_reports_how_a_request_ended(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.INFO), logged("chat", record("v1"), iter((1.0, 3.5)).__next__):
         assert not caplog.records
     (line,) = caplog.records
-    told = vars(line)
-    assert (told["request"], told["sessions"], told["seconds"], told["status"]) == ("r1", "s1", 2.5, 200)
-    assert (told["prompt_tokens"], told["completion_tokens"], told["prompt_version"]) == (5, 10, "v1")
+    fields = vars(line)
+    assert (fields["request"], fields["sessions"], fields["seconds"], fields["status"]) == ("r1", "s1", 2.5, 200)
+    assert (fields["prompt_tokens"], fields["completion_tokens"], fields["prompt_version"]) == (5, 10, "v1")
 
 
 def test_text_log_lines_contain_all_structured_fields(caplog: pytest.LogCaptureFixture) -> None:
@@ -127,11 +127,11 @@ def attached(name: str) -> Iterator[list[logging.LogRecord]]:
     """Yields the records that a logger's handlers receive."""
     records: list[logging.LogRecord] = []
 
-    class Keeping(logging.Handler):
+    class RecordingHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record)
 
-    handler = Keeping()
+    handler = RecordingHandler()
     logging.getLogger(name).addHandler(handler)
     try:
         yield records

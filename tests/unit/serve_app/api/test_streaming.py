@@ -23,17 +23,17 @@ class Listener:
 
     def __init__(self) -> None:
         self.bodies: list[str] = []
-        self.heard: dict[str, asyncio.Event] = {}
+        self.received: dict[str, asyncio.Event] = {}
         self.leaves = asyncio.Event()
 
-    def hears(self, text: str) -> Awaitable[Any]:
-        return self.heard.setdefault(text, asyncio.Event()).wait()
+    def wait_for(self, text: str) -> Awaitable[Any]:
+        return self.received.setdefault(text, asyncio.Event()).wait()
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.body":
             text = message["body"].decode()
             self.bodies.append(text)
-            self.heard.setdefault(text, asyncio.Event()).set()
+            self.received.setdefault(text, asyncio.Event()).set()
 
     async def receive(self) -> Any:
         await self.leaves.wait()
@@ -54,7 +54,7 @@ async def stream(
     return record
 
 
-async def told(make: Callable[[Listener], AsyncGenerator[str, None]], keep_alive_s: float) -> list[str]:
+async def sent_by(make: Callable[[Listener], AsyncGenerator[str, None]], keep_alive_s: float) -> list[str]:
     client = Listener()
     async with asyncio.timeout(20):
         await stream(make(client), client, keep_alive_s)
@@ -67,25 +67,25 @@ async def test_events_are_sent_unchanged() -> None:
         yield "a"
         yield "b"
 
-    assert await told(events, NEVER_S) == ["a", "b"]
+    assert await sent_by(events, NEVER_S) == ["a", "b"]
 
 
 async def test_a_comment_is_sent_in_a_pause() -> None:
     async def events(client: Listener) -> AsyncGenerator[str, None]:
         yield "a"
-        await client.hears(KEEP_ALIVE)
+        await client.wait_for(KEEP_ALIVE)
         yield "b"
 
-    bodies = await told(events, SOON_S)
+    bodies = await sent_by(events, SOON_S)
     assert (bodies[0], bodies[-1], set(bodies[1:-1])) == ("a", "b", {KEEP_ALIVE})
 
 
 async def test_a_comment_is_sent_before_the_first_event() -> None:
     async def events(client: Listener) -> AsyncGenerator[str, None]:
-        await client.hears(KEEP_ALIVE)
+        await client.wait_for(KEEP_ALIVE)
         yield "a"
 
-    bodies = await told(events, SOON_S)
+    bodies = await sent_by(events, SOON_S)
     assert (bodies[0], bodies[-1]) == (KEEP_ALIVE, "a")
 
 
@@ -106,7 +106,7 @@ async def test_a_failure_before_the_first_event_is_raised() -> None:
 
 async def test_a_failure_after_a_comment_is_an_event() -> None:
     async def events(client: Listener) -> AsyncGenerator[str, None]:
-        await client.hears(KEEP_ALIVE)
+        await client.wait_for(KEEP_ALIVE)
         raise TargetLostError("gone")
         yield ""
 
@@ -178,13 +178,13 @@ async def test_a_client_that_stopped_reading_is_disconnected_after_the_deadline(
         finally:
             closed.append(True)
 
-    class Deaf(Listener):
+    class StalledListener(Listener):
         async def send(self, message: Any) -> None:
             await super().send(message)
             if message["type"] == "http.response.body":
                 await asyncio.Event().wait()
 
-    client = Deaf()
+    client = StalledListener()
     async with asyncio.timeout(20):
         record = await stream(events(), client, NEVER_S, limit_s=SOON_S)
     assert client.bodies == ["a", "failed: request_timeout"]

@@ -132,7 +132,7 @@ LOST = 8000  # tokens
 
 
 @pytest.mark.parametrize(
-    ("tokens", "is_spelt"),
+    ("tokens", "spells_characters"),
     [
         pytest.param([0xFF] * LOST, False, id="no-text"),
         pytest.param([*"\ufffd".encode()] * (LOST // 3), True, id="the-character-itself"),
@@ -143,14 +143,16 @@ LOST = 8000  # tokens
     ],
 )
 @pytest.mark.parametrize("fallback", [False, True])
-def test_replacement_characters_cost_no_more_than_others(tokens: list[int], is_spelt: bool, fallback: bool) -> None:
+def test_replacement_characters_cost_no_more_than_others(
+    tokens: list[int], spells_characters: bool, fallback: bool
+) -> None:
     pieces = [bytes([byte]) for byte in range(256)]
     tokenizer = CountingTokenizer(byte_fallback()) if fallback else BytePieces(pieces)
     texts = given_out(tokenizer, tokens)
     assert tokenizer.decoded < 50 * LOST
     silent = max(len(list(run)) for is_text, run in groupby(map(bool, texts)) if not is_text)
     assert silent < 5
-    if is_spelt or not fallback:
+    if spells_characters or not fallback:
         assert "".join(texts) == tokenizer.decode(tokens, skip_special_tokens=False)
 
 

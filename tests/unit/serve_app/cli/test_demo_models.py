@@ -64,11 +64,11 @@ def test_a_failed_conversion_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_made_by_another_process_is_kept(tmp_path: Path) -> None:
-    def be_overtaken(gguf: Path, folder: Path, step: Step) -> None:
+    def create_folder_first(gguf: Path, folder: Path, step: Step) -> None:
         write_model(gguf, folder, step)
         write_model(Path("other.gguf"), tmp_path / "model", step)
 
-    make_folder(Path("some.gguf"), tmp_path / "model", be_overtaken, lambda _: None)
+    make_folder(Path("some.gguf"), tmp_path / "model", create_folder_first, lambda _: None)
     assert (tmp_path / "model" / "model.safetensors").read_text() == "other.gguf"
     assert list(tmp_path.iterdir()) == [tmp_path / "model"]
 

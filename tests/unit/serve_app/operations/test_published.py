@@ -42,16 +42,16 @@ def test_no_cost_without_a_non_speculative_step():
 
 def test_message_delay_is_read_from_timelines():
     sent = Recording(0.0, (Event(0, 1.0, "sent", ("s",)),))
-    heard = Recording(0.0, (Event(0, 1.002, "block", ("s",)),))
-    actors = [Actor("drafter", "drafter 1", sent), Actor("target", "target 2", heard)]
+    drafter_events = Recording(0.0, (Event(0, 1.002, "block", ("s",)),))
+    actors = [Actor("drafter", "drafter 1", sent), Actor("target", "target 2", drafter_events)]
     assert cost_model([a_target(0.1)], [a_drafter(0.1)], actors).hop_s == pytest.approx(0.002)
 
 
 def test_blocks_sent_during_a_pass_count_like_others():
     passes = [(0, 1.0, "drafted"), (1, 2.0, "draft ahead"), (2, 2.03, "sent"), (3, 2.1, "drafted")]
     sent = Recording(0.0, tuple(Event(order, at, name, ("s",)) for order, at, name in passes))
-    heard = Recording(0.0, (Event(0, 2.032, "block", ("s",)),))
-    actors = [Actor("drafter", "drafter 1", sent), Actor("target", "target 2", heard)]
+    drafter_events = Recording(0.0, (Event(0, 2.032, "block", ("s",)),))
+    actors = [Actor("drafter", "drafter 1", sent), Actor("target", "target 2", drafter_events)]
     assert cost_model([a_target(0.1)], [a_drafter(0.1)], actors).hop_s == pytest.approx(0.002)
 
 

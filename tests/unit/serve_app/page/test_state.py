@@ -9,7 +9,7 @@ from serve_app.page.routes import DraftSample, TargetSample, page_state
 
 def recording(role: str, name: str, *events: tuple[float, str, str], offset_s: float = 0.0) -> bytes:
     """Returns a recording of events at wall-clock times; sessions have one-letter names."""
-    made = (Event(order, at - offset_s, what, tuple(who)) for order, (at, what, who) in enumerate(events))
+    made = (Event(order, at - offset_s, what, tuple(sessions)) for order, (at, what, sessions) in enumerate(events))
     return pack(Actor(role, name, Recording(offset_s, tuple(made))))
 
 

@@ -33,10 +33,10 @@ def streaming(*events: str) -> ChatEndpoint:
 
 
 async def test_an_answer_is_assembled_from_the_stream() -> None:
-    told: list[Piece] = []
+    pieces_shown: list[Piece] = []
 
-    def hear(pieces: Sequence[Piece]) -> None:
-        told.extend(pieces)
+    def show(pieces: Sequence[Piece]) -> None:
+        pieces_shown.extend(pieces)
 
     server = streaming(
         chunk("a", slipstream={"tokens": 1, "accepted": 0, "pieces": [["a", False]]}),
@@ -44,10 +44,10 @@ async def test_an_answer_is_assembled_from_the_stream() -> None:
         chunk(None, usage=USAGE),
         "data: [DONE]\n\n",
     )
-    answer = await server.ask("m", ChatQuestion("hi", 3), hear)
+    answer = await server.ask("m", ChatQuestion("hi", 3), show)
     assert (answer.text, answer.tokens, answer.accepted, answer.rejected) == ("abc", 3, 1, 4)
     assert 0 < answer.first_token_s <= answer.latency_s
-    assert told == [("a", False), ("b", True), ("c", False)]
+    assert pieces_shown == [("a", False), ("b", True), ("c", False)]
 
 
 async def test_a_question_becomes_the_request() -> None:

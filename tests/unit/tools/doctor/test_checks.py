@@ -90,9 +90,9 @@ def test_a_pool_that_fits_nowhere_is_a_resource_fault() -> None:
 
 def test_closed_ports_and_missing_models_are_named_by_node() -> None:
     node = found("2", port_fault="server.port: cannot listen on 0.0.0.0:8000", model_fault="there is no model folder")
-    told = faults(cluster(found("1"), node))
-    assert told["HTTP port"][0].startswith("10.0.0.2: server.port: cannot listen")
-    assert told["models"] == ("10.0.0.2: there is no model folder (replicas may run on this node)",)
+    reported = faults(cluster(found("1"), node))
+    assert reported["HTTP port"][0].startswith("10.0.0.2: server.port: cannot listen")
+    assert reported["models"] == ("10.0.0.2: there is no model folder (replicas may run on this node)",)
 
 
 def test_a_node_needs_the_models_of_its_possible_replicas() -> None:

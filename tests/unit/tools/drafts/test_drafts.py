@@ -113,9 +113,9 @@ def test_several_drafts_are_measured_together(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     assert "Temperature 0.7" in found.stdout
     data = json.loads(out.read_text())
-    told = [(each["draft"], each["method"], each["temperature"], each["positions"]) for each in data["drafts"]]
+    rows = [(each["draft"], each["method"], each["temperature"], each["positions"]) for each in data["drafts"]]
     methods = {"lookup": "ngram", "skip": "layer_skip", "head": "eagle"}
-    assert told == [(name, methods[name], heat, 2 * 11) for heat in (0.0, 0.7) for name in methods]
+    assert rows == [(name, methods[name], heat, 2 * 11) for heat in (0.0, 0.7) for name in methods]
     assert [each["states_bytes"] > 0 for each in data["drafts"]] == [False, False, True] * 2
     for each in data["drafts"]:
         assert list(each["agreement"]) == sorted(each["agreement"])

@@ -26,12 +26,12 @@ from protos.messages import StateDtype, StatesFormat
 from tests.unit.actors.drafters.drafting import (
     ALL_TOKENS,
     a_draft,
-    a_want,
     decided,
     deployed_method,
     drafted,
     encoded,
     head_method,
+    wanted_block,
 )
 from tests.unit.actors.drafters.heads.eagle_fixtures import (
     CPU,
@@ -62,7 +62,7 @@ def test_encoded_rows_give_the_same_drafts_as_tensors(name: str) -> None:
     """Without rows there is no block; rows in two parts from the middle of the text give one."""
     folder = checkpoint(FIXTURES[name])
     known = case(FIXTURES[name])
-    want = a_want(decided(known), 16)
+    want = wanted_block(decided(known), 16)
     method = deployed_method(name, folder)
     assert isinstance(method, ReadsStates)
     rows = rows_of(name)
@@ -158,7 +158,7 @@ def at_target(draft: DraftPool) -> Any:
 
 def same_block(kind: str, folder: Path, tokens: tuple[int, ...], raw: Tensor) -> None:
     """Asserts that blocks and their acceptance probabilities do not depend on the place of projection."""
-    want = a_want(tokens, 16)
+    want = wanted_block(tokens, 16)
     projected = at_target(a_draft(kind, folder, "target"))(raw)
     assert projected.shape == (len(raw), HIDDEN)
     there = drafted(head_method(kind, folder, is_projected=True), want, projected)
@@ -187,7 +187,7 @@ def test_a_head_in_8_bits_takes_what_the_target_projects_in_its_own_type(layout:
     projected = at_target(a_draft(layout.method, layout.folder, "target", quantization="int8"))(raw)
     assert torch.equal(projected, at_target(a_draft(layout.method, layout.folder, "target"))(raw))
     rounded = head_method(layout.method, layout.folder, is_projected=True, product=EightBitProjection)
-    want = a_want(decided(known), 1)
+    want = wanted_block(decided(known), 1)
     assert drafted(rounded, want, projected).tokens != ()
     with pytest.raises(AssertionError, match=r"unexpected row width|not 32"):
         drafted(rounded, want, raw)
@@ -283,7 +283,7 @@ def test_every_product_of_a_deployed_head_is_in_8_bits(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(products, "EightBitProjection", Spied)
     method = deployed_method(name, checkpoint(FIXTURES[name]), quantization="int8")
-    want = a_want(decided(case(FIXTURES[name])), 2)
+    want = wanted_block(decided(case(FIXTURES[name])), 2)
     assert drafted(method, want, encoded(rows_of(name), method)).tokens
     assert len(made) >= PRODUCTS.get(name, 5)
 
@@ -328,7 +328,7 @@ def negated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", LEARNING)
 def test_an_exchanged_head_drafts_as_a_new_one(name: str, tmp_path: Path) -> None:
     folder = altered(tmp_path, FIXTURES[name], negated)
-    want = a_want(decided(case(FIXTURES[name])), 16)
+    want = wanted_block(decided(case(FIXTURES[name])), 16)
     method, new = deployed_method(name, checkpoint(FIXTURES[name])), deployed_method(name, folder)
     rows = encoded(rows_of(name), method)
     before, expected = drafted(method, want, rows), drafted(new, want, rows)

@@ -21,12 +21,12 @@ from protos.messages import Acceptance, Shape
 from tests.unit.actors.drafters.drafting import (
     DRAFTED,
     DRAWN,
-    a_want,
     after_checks,
     block_of,
     decided,
     head_method,
     propose,
+    wanted_block,
 )
 from tests.unit.actors.drafters.heads.eagle_fixtures import Drive, case, checkpoint, loaded
 
@@ -64,7 +64,7 @@ class Session:
 
     def __init__(self, name: str, text: Sequence[int] = (), max_tokens: int = DRAFTED, **options: Any) -> None:
         self.name = name
-        self.want = a_want(text or decided(case(name)), max_tokens)
+        self.want = wanted_block(text or decided(case(name)), max_tokens)
         self.method: DraftModel = head_method("eagle", checkpoint(name), **options)
         self.method.open(replace(self.want.open, tokens=self.want.tokens))
 

@@ -15,7 +15,7 @@ from actors.drafters.heads.eagle.loading import EagleRunner
 from actors.drafters.heads.eagle.method import eagle_draft_model
 from actors.drafters.model.sampling import DraftingLimits
 from actors.models.decoder import ForwardOutput
-from tests.unit.actors.drafters.drafting import a_want, block_of, propose
+from tests.unit.actors.drafters.drafting import block_of, propose, wanted_block
 from tests.unit.actors.drafters.heads.eagle_fixtures import TOLERANCE, Drive, check_steps, loaded, off_by
 from tests.unit.actors.drafters.heads.eagle_restated import RestatedEagle, Variant
 
@@ -112,7 +112,7 @@ def test_a_head_that_predicts_several_tokens_in_one_forward(
         mask = restated.project(restated.tensors["mask_hidden"].reshape(1, -1))
         states = torch.cat([restated.project(raw[: length - 1]), mask, mask])
         logits, _ = restated(torch.tensor([*tokens[1:], 90, 90]), states)
-        want = a_want(tokens)
+        want = wanted_block(tokens)
         method.open(replace(want.open, tokens=tokens))
         method.states("s", 0, raw[: length - 1])
         fed.clear()

@@ -22,7 +22,7 @@ from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Sampling, Shape
 from protos.prefix import Prefix
-from tests.unit.actors.drafters.drafting import ALL_TOKENS, a_draft, a_want, decided, drafted, head_method, never
+from tests.unit.actors.drafters.drafting import ALL_TOKENS, a_draft, decided, drafted, head_method, never, wanted_block
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, altered, case, checkpoint
 from tests.unit.cluster.samples import KEY
 
@@ -54,7 +54,7 @@ class Opened:
     def __init__(self, name: str, folder: Path | None = None, **changes: Any) -> None:
         self.name = name
         self.known = case(name)
-        self.want = a_want(decided(self.known), 16, **changes)
+        self.want = wanted_block(decided(self.known), 16, **changes)
         self.method = head_method(name, folder or checkpoint(name))
         self.method.open(replace(self.want.open, tokens=self.want.tokens))
         self.method.states("s", 0, rows_of(self.known))
@@ -81,7 +81,7 @@ every = pytest.mark.parametrize("name", WIDTHS)
 def test_a_block_equals_the_reference(name: str) -> None:
     known = case(name)
     method = head_method(name.partition("_speculators")[0], checkpoint(name))
-    want = a_want(decided(known), 16)
+    want = wanted_block(decided(known), 16)
     assert drafted(method, want, rows_of(known)).tree == DraftTree.chain(chain_of(known))
     assert drafted(method, replace(want, max_tokens=2), rows_of(known)).tokens == chain_of(known)[:2]
     assert method.tokens_per_forward == len(chain_of(known))
@@ -89,14 +89,14 @@ def test_a_block_equals_the_reference(name: str) -> None:
 
 def test_a_last_state_alone_suffices() -> None:
     method = head_method("mlp_speculator", checkpoint("mlp_speculator"))
-    block = drafted(method, a_want(TOKENS, 16), SPECULATOR["features"].unsqueeze(0), at=len(TOKENS) - 2)
+    block = drafted(method, wanted_block(TOKENS, 16), SPECULATOR["features"].unsqueeze(0), at=len(TOKENS) - 2)
     assert block.tokens == chain_of(SPECULATOR)
 
 
 def test_states_arrive_before_their_verdict_or_after() -> None:
     rows = MEDUSA["features"]
     method = head_method("medusa", checkpoint("medusa"))
-    want = a_want(TOKENS[:4], 16)
+    want = wanted_block(TOKENS[:4], 16)
     method.open(replace(want.open, tokens=want.tokens))
     method.states("s", 8, rows[8:])
     method.states("s", 0, rows[:9])
@@ -117,7 +117,7 @@ def test_a_second_round_goes_on_from_the_first() -> None:
     assert dflash.draft().tokens == chain_of(DFLASH)
     dflash.method.committed("s", LATER[len(TOKENS) :])
     dflash.method.states("s", 13, DFLASH["step2_features"][1:])
-    (block,) = dflash.method.draft([a_want(LATER, 16).request])
+    (block,) = dflash.method.draft([wanted_block(LATER, 16).request])
     assert block.tokens == tuple(DFLASH["step2_draft_tokens"].tolist())
 
 
@@ -129,7 +129,7 @@ def test_windows_see_the_same_keys_as_in_a_single_forward(tmp_path: Path) -> Non
         "a layer without a window sees all of the text"
     )
     method = head_method("dflash", folder)
-    want = a_want(TOKENS[:3], 16)
+    want = wanted_block(TOKENS[:3], 16)
     method.open(replace(want.open, tokens=want.tokens))
     method.states("s", 0, DFLASH["features"])
     for length in range(3, len(TOKENS) + 1):

@@ -19,7 +19,7 @@ from cluster.config import DraftPool, validated
 from cluster.drafting.method import ReadsStates
 from cluster.errors import ConfigError, ModelError
 from protos.messages import StateDtype, StatesFormat
-from tests.unit.actors.drafters.drafting import a_setup, a_want, encoded
+from tests.unit.actors.drafters.drafting import a_setup, encoded, wanted_block
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, Drive, check_steps, off_by
 from tests.unit.actors.drafters.heads.mtp_fixtures import (
     BASE,
@@ -135,7 +135,7 @@ def test_as_a_method_it_drafts_and_drafts_ahead(tmp_path: Path, draft: dict[str,
     assert isinstance(method, ReadsStates)
     text = (*TEXT[:3], 4, *TEXT[4:])  # without repetitions
     states = states_of(len(text) - 1).bfloat16()
-    want = a_want(text)
+    want = wanted_block(text)
     method.open(replace(want.open, tokens=text))
     method.states("s", 0, encoded(states, method))
     expected = Equations(hides_first=True).chain(text, states.float(), 5)

@@ -20,13 +20,13 @@ from tests.unit.actors.drafters.drafting import (
     DRAWN,
     REJECTION,
     a_setup,
-    a_want,
     block_of,
     decided,
     deployed_method,
     drafted,
     never,
     propose,
+    wanted_block,
 )
 from tests.unit.actors.drafters.heads.eagle_fixtures import TARGET, case, checkpoint
 from tests.unit.cluster.samples import KEY, an_open
@@ -35,7 +35,7 @@ REPEATING = (5, 6, 7, 5, 6)
 NEW = (1, 2, 3, 4, 5)
 
 
-class Asked:
+class RecordingMethod:
     """Method that records its requests."""
 
     shapes = frozenset(Shape)
@@ -72,9 +72,9 @@ class Asked:
 
 
 def test_each_session_is_served_by_the_right_one_and_once() -> None:
-    model = Asked()
+    model = RecordingMethod()
     method = HybridDraft(NgramDraft(3, 2), model)
-    wants = [a_want(NEW, 2, "new"), a_want(REPEATING, 2, "repeating")]
+    wants = [wanted_block(NEW, 2, "new"), wanted_block(REPEATING, 2, "repeating")]
     assert sorted((p.session, p.tokens) for p in propose(method, wants)) == [("new", (9,)), ("repeating", (7, 5))]
     assert model.sessions == ["new"]
     assert propose(method, wants[1:])
@@ -82,8 +82,8 @@ def test_each_session_is_served_by_the_right_one_and_once() -> None:
 
 
 def test_lookahead_calls_the_model_only_without_a_match_and_is_interruptible() -> None:
-    model = Asked()
-    wants = [a_want(REPEATING, 2, "repeating").under((7, 5)), a_want(NEW, 2, "new").under((7,))]
+    model = RecordingMethod()
+    wants = [wanted_block(REPEATING, 2, "repeating").under((7, 5)), wanted_block(NEW, 2, "new").under((7,))]
     found = propose(HybridDraft(NgramDraft(3, 2), model), wants, never)
     assert sorted((p.session, p.outcome) for p in found) == [("new", (7,)), ("repeating", (7, 5, 6))]
     assert model.sessions == ["new"]
@@ -91,12 +91,12 @@ def test_lookahead_calls_the_model_only_without_a_match_and_is_interruptible() -
 
 
 def test_the_model_guesses_without_a_match_if_the_target_does_not_wait() -> None:
-    (guess,) = propose(HybridDraft(NgramDraft(3, 2), Asked()), [a_want(NEW).under(NO_TREE)])
+    (guess,) = propose(HybridDraft(NgramDraft(3, 2), RecordingMethod()), [wanted_block(NEW).under(NO_TREE)])
     assert guess.tokens == (9,)
 
 
 def test_session_outcomes_reach_both_methods() -> None:
-    model = Asked()
+    model = RecordingMethod()
     lookup = NgramDraft(3, 2)
     method = HybridDraft(lookup, model)
     method.open(an_open("s", tokens=NEW))
@@ -109,7 +109,7 @@ def test_session_outcomes_reach_both_methods() -> None:
     assert model.closed == ["s"]
 
 
-class Chanced(Asked):
+class Chanced(RecordingMethod):
     """Method that always predicts 9 and then 8."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -133,7 +133,7 @@ CHANCES = (0.4, 0.2)
 
 def test_candidates_of_both_methods_form_one_tree_if_trees_are_supported() -> None:
     model = Chanced()
-    found = block_of(HybridDraft(NgramDraft(3, 2), model), a_want(REPEATING, shape=Shape.TREE))
+    found = block_of(HybridDraft(NgramDraft(3, 2), model), wanted_block(REPEATING, shape=Shape.TREE))
     assert {7, 9} == set(found.tree.children(-1))
     assert len(found.tokens) == 3
     assert found.chances == tuple(sorted(found.chances, reverse=True))
@@ -147,7 +147,7 @@ def test_candidates_of_both_methods_form_one_tree_if_trees_are_supported() -> No
 )
 def test_the_model_is_skipped_where_lookup_suffices(text: Any, changes: Any, expected: Any) -> None:
     model = Chanced()
-    found = block_of(HybridDraft(NgramDraft(3, 2), model), a_want(text, shape=Shape.TREE, **changes))
+    found = block_of(HybridDraft(NgramDraft(3, 2), model), wanted_block(text, shape=Shape.TREE, **changes))
     assert found.tokens == expected
     assert found.tree.is_chain or not changes
     assert model.sessions == []
@@ -155,7 +155,7 @@ def test_the_model_is_skipped_where_lookup_suffices(text: Any, changes: Any, exp
 
 def test_ahead_blocks_for_the_same_outcome_are_merged_and_what_is_known_leaves_early() -> None:
     reports: list[list[Proposal]] = []
-    want = a_want(REPEATING, draft_tokens=8, shape=Shape.TREE).under(NO_TREE, max_tokens=3)
+    want = wanted_block(REPEATING, draft_tokens=8, shape=Shape.TREE).under(NO_TREE, max_tokens=3)
     found = propose(HybridDraft(NgramDraft(3, 2), Chanced()), [want], early=reports.append)
     assert [guess.outcome for guess in reports[0]] == [(7,)], "the text's own, before the model is asked"
     assert 9 not in reports[0][0].tree.children(-1)
@@ -172,7 +172,7 @@ THEN_EAGLE: dict[str, Any] = {"method": "hybrid", "hybrid": {"then": "eagle"}}
 
 def test_states_pass_through_to_the_second_method() -> None:
     """Without matches, blocks equal those of the head alone."""
-    want = a_want(decided(case("eagle3")), 2)
+    want = wanted_block(decided(case("eagle3")), 2)
     draft = DraftPool.model_validate({**THEN_EAGLE, "model": str(checkpoint("eagle3")), "ngram": {"min_ngram": 4}})
     setup = a_setup(draft)
     rows = bytes(range(setup.states.row_bytes)) * (len(want.tokens) - 1)

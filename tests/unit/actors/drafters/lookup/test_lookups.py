@@ -14,7 +14,7 @@ from cluster.config_sections import SuffixOptions
 from cluster.drafting.requests import Proposal
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Shape
-from tests.unit.actors.drafters.drafting import DRAWN, REJECTION, a_want, block_of, propose
+from tests.unit.actors.drafters.drafting import DRAWN, REJECTION, block_of, propose, wanted_block
 
 METHODS: dict[str, Callable[[], Any]] = {
     "ngram": lambda: NgramDraft(3, 2),
@@ -40,13 +40,13 @@ def method(request: pytest.FixtureRequest) -> Any:
     ids=["once", "longest", "none", "too short", "one token"],
 )
 def test_a_repeated_text_continues_as_before(method: Any, tokens: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    want = a_want(tokens)
+    want = wanted_block(tokens)
     assert block_of(method, want) == Proposal("s", len(tokens), want.prefix_hash, DraftTree.chain(expected))
 
 
 @pytest.mark.parametrize("unverified", [(3, 4), (3,), ()], ids=["block", "part of it", "non-speculative step"])
 def test_lookahead_expects_a_repeated_text_to_repeat(method: Any, unverified: tuple[int, ...]) -> None:
-    want = a_want((1, 2, 3, 4, 5, 6, 7, 1, 2))
+    want = wanted_block((1, 2, 3, 4, 5, 6, 7, 1, 2))
     before = (3, 4, 5, 6, 7)
     guesses = {guess.outcome: guess for guess in propose(method, [want.under(unverified, max_tokens=2)])}
     size = len(unverified) + 1
@@ -58,24 +58,24 @@ def test_lookahead_expects_a_repeated_text_to_repeat(method: Any, unverified: tu
 def test_with_rejection_sampling_a_lookup_is_a_chain_even_if_a_tree_is_requested(method: Any) -> None:
     for shape in Shape:
         changes = {"acceptance": REJECTION, "sampling": DRAWN, "least_chance": 0.9, "shape": shape}
-        block = block_of(method, a_want((1, 2, 3, 4, 9, 1, 2), **changes))
+        block = block_of(method, wanted_block((1, 2, 3, 4, 9, 1, 2), **changes))
         assert block.tree == DraftTree.chain((3, 4, 9)), "point masses, without probabilities"
 
 
 def test_nothing_is_looked_up_past_the_end(method: Any) -> None:
     tokens = (1, 2, 3, 4, 5, 1, 2)
     for changes, expected in (({"stop_ids": (4,)}, []), ({"max_len": 10}, []), ({"max_len": 11}, [(5,)])):
-        found = propose(method, [a_want(tokens, **changes).under((3,), max_tokens=2)])
+        found = propose(method, [wanted_block(tokens, **changes).under((3,), max_tokens=2)])
         assert [guess.tokens for guess in found if guess.outcome == (3, 4)] == expected
 
 
 def test_a_tree_has_each_continuation(method: Any) -> None:
-    tree = block_of(method, a_want(DIVIDED, 30, shape=Shape.TREE)).tree
+    tree = block_of(method, wanted_block(DIVIDED, 30, shape=Shape.TREE)).tree
     assert set(tree.children(-1)) == {3, 6}
     assert set(tree.children(tree.tokens.index(3))) >= {5}
 
 
 def test_lookahead_covers_each_known_continuation(method: Any) -> None:
-    want = a_want(DIVIDED, shape=Shape.TREE)
+    want = wanted_block(DIVIDED, shape=Shape.TREE)
     assert {(3,), (6,)} <= {guess.outcome for guess in propose(method, [want.under(NO_TREE)])}
     assert {(6, 9, 1), (3,)} <= {guess.outcome for guess in propose(method, [want.under((6, 9))])}

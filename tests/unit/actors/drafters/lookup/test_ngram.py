@@ -21,7 +21,7 @@ from cluster.drafting.requests import Proposal
 from cluster.drafting.trees import Choices
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import DraftRequest, Shape
-from tests.unit.actors.drafters.drafting import DRAWN, REJECTION, a_want, block_of, propose
+from tests.unit.actors.drafters.drafting import DRAWN, REJECTION, block_of, propose, wanted_block
 from tests.unit.actors.drafters.lookup.test_lookups import DIVIDED
 from tests.unit.cluster.samples import an_open
 
@@ -47,13 +47,13 @@ def test_matches_follow_the_same_suffix_in_the_text(tokens, max_tokens, shortest
 
 
 def test_with_rejection_sampling_a_chain_is_the_latest_continuation():
-    want = a_want(DIVIDED, 4, acceptance=REJECTION, sampling=DRAWN)
+    want = wanted_block(DIVIDED, 4, acceptance=REJECTION, sampling=DRAWN)
     assert block_of(NgramDraft(3, 2), want).tokens == look_up(DIVIDED, 4, 3, 2) == (6, 9, 1, 2)
     assert [guess.outcome for guess in propose(NgramDraft(3, 2), [want.under((6, 9))])] == [(6, 9, 1)]
 
 
 def test_probabilities_fall_along_a_chain():
-    block = block_of(NgramDraft(3, 2), a_want(DIVIDED))
+    block = block_of(NgramDraft(3, 2), wanted_block(DIVIDED))
     assert block.tree == DraftTree.chain((6, 9, 1))
     assert 0 < block.chances[2] <= block.chances[0] < 0.9, "nothing is sure"
 
@@ -62,7 +62,7 @@ def test_probabilities_fall_along_a_chain():
 
 
 def a_tree(tokens: tuple[int, ...], most: int, least_chance: float = 0.0) -> Proposal:
-    return block_of(NgramDraft(3, 2), a_want(tokens, most, least_chance=least_chance, shape=Shape.TREE))
+    return block_of(NgramDraft(3, 2), wanted_block(tokens, most, least_chance=least_chance, shape=Shape.TREE))
 
 
 def test_a_tree_s_chances_fall_and_its_first_nodes_are_the_best_smaller_tree():
@@ -105,7 +105,9 @@ def test_a_lookup_that_is_often_wrong_lowers_its_chances():
 
 
 def outcomes_of(tree: DraftTree | tuple[int, ...], chances: tuple[float, ...] = ()) -> set[tuple[int, ...]]:
-    found = propose(NgramDraft(3, 2), [a_want(DIVIDED, shape=Shape.TREE).under(tree, max_tokens=3, chances=chances)])
+    found = propose(
+        NgramDraft(3, 2), [wanted_block(DIVIDED, shape=Shape.TREE).under(tree, max_tokens=3, chances=chances)]
+    )
     assert all(guess.tokens for guess in found)
     assert [guess.chance for guess in found] == sorted((guess.chance for guess in found), reverse=True)
     return {guess.outcome for guess in found}

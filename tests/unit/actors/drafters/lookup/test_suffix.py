@@ -11,7 +11,7 @@ from actors.drafters.lookup.suffix import NO_MATCH, EscapeRates, Match, RecentAn
 from cluster.config_sections import SuffixOptions
 from protos.draft_tree import DraftTree
 from protos.messages import Acceptance, Sampling, Shape
-from tests.unit.actors.drafters.drafting import DRAWN, a_want, block_of, propose
+from tests.unit.actors.drafters.drafting import DRAWN, block_of, propose, wanted_block
 from tests.unit.cluster.samples import an_open
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=15), min_size=1, max_size=6)
@@ -174,21 +174,21 @@ def answer(method: SuffixLookup, tokens: tuple[int, ...], **changes: Any) -> Non
 
 
 def test_the_most_frequent_continuation_counts():
-    assert block_of(a_method(), a_want((1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 1, 2))).tokens == (3, 1, 2)
+    assert block_of(a_method(), wanted_block((1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 1, 2))).tokens == (3, 1, 2)
 
 
 def test_answers_that_have_ended_are_known_to_other_sessions():
     method = a_method()
     answer(method, (1, 2, 3, 4, 5))
-    assert block_of(method, a_want((9, 1, 2))).tokens == (3, 4, 5)
-    assert block_of(a_method(remembered=0), a_want((9, 1, 2))).tokens == ()
+    assert block_of(method, wanted_block((9, 1, 2))).tokens == (3, 4, 5)
+    assert block_of(a_method(remembered=0), wanted_block((9, 1, 2))).tokens == ()
 
 
 def test_answers_are_known_to_sessions_with_their_own_cache_salt_alone():
     method = a_method()
     answer(method, (1, 2, 3, 4, 5), cache_salt="key a")
     for salt, known in (("key a", (3, 4, 5)), ("key b", ()), ("", ())):
-        assert block_of(method, a_want((9, 1, 2), cache_salt=salt)).tokens == known
+        assert block_of(method, wanted_block((9, 1, 2), cache_salt=salt)).tokens == known
 
 
 def test_prompts_are_not_remembered_but_for_where_the_answer_begins():
@@ -196,8 +196,8 @@ def test_prompts_are_not_remembered_but_for_where_the_answer_begins():
     method.open(an_open("before", tokens=(20, 21, 22, 23, 1, 2)))
     method.committed("before", (3, 4))
     method.close(["before"])
-    assert block_of(method, a_want((1, 2))).tokens == (3, 4)
-    assert block_of(method, a_want((20, 21))).tokens == ()
+    assert block_of(method, wanted_block((1, 2))).tokens == (3, 4)
+    assert block_of(method, wanted_block((20, 21))).tokens == ()
 
 
 def test_an_answer_drawn_by_rejection_sampling_is_not_remembered():
@@ -209,14 +209,14 @@ def test_an_answer_drawn_by_rejection_sampling_is_not_remembered():
     ):
         method = a_method()
         answer(method, (1, 2, 3), sampling=sampling, acceptance=acceptance)
-        assert (block_of(method, a_want((1, 2))).tokens == (3,)) == is_known
+        assert (block_of(method, wanted_block((1, 2))).tokens == (3,)) == is_known
 
 
 def test_a_session_s_text_is_found_in_as_it_grows():
     method = a_method()
     method.open(an_open(tokens=(1, 2)))
     method.committed("s", (3, 1, 2))
-    (proposal,) = method.draft([a_want((1, 2, 3, 1, 2)).request])
+    (proposal,) = method.draft([wanted_block((1, 2, 3, 1, 2)).request])
     assert proposal.tokens == (3, 1, 2)
 
 
@@ -224,7 +224,7 @@ TWICE = (1, 2, 3, 7, 1, 2, 4, 8, 1, 2, 4, 9, 1, 2)
 
 
 def test_a_tree_ranks_continuations_by_frequency():
-    proposal = block_of(a_method(), a_want(TWICE, max_tokens=5, shape=Shape.TREE))
+    proposal = block_of(a_method(), wanted_block(TWICE, max_tokens=5, shape=Shape.TREE))
     assert proposal.tree.main_path[0] == 4
     assert set(proposal.tree.children(-1)) == {4, 3}
     assert set(proposal.tree.children(0)) == {9, 8}
@@ -236,16 +236,16 @@ def test_a_chain_has_the_most_frequent_tokens():
         {"shape": Shape.CHAIN},
         {"shape": Shape.TREE, "sampling": DRAWN, "acceptance": Acceptance.REJECTION},
     ):
-        proposal = block_of(a_method(), a_want(TWICE, **changes))
+        proposal = block_of(a_method(), wanted_block(TWICE, **changes))
         assert proposal.tree == DraftTree.chain((4, 9, 1)), "point masses, without probabilities"
 
 
 def test_unlikely_tokens_are_not_sent_except_with_rejection_sampling():
     """Initially, a new token has half of the probability; the token seen twice has two thirds of the rest."""
     for least, tokens in ((0.3, (4,)), (0.16, (4, 3)), (0.35, ())):
-        assert block_of(a_method(), a_want(TWICE, shape=Shape.TREE, least_chance=least)).tokens == tokens
+        assert block_of(a_method(), wanted_block(TWICE, shape=Shape.TREE, least_chance=least)).tokens == tokens
     drawn = {"sampling": DRAWN, "acceptance": Acceptance.REJECTION}
-    assert block_of(a_method(), a_want(TWICE, least_chance=0.9, **drawn)).tokens == (4, 9, 1)
+    assert block_of(a_method(), wanted_block(TWICE, least_chance=0.9, **drawn)).tokens == (4, 9, 1)
 
 
 def test_chances_are_learned_from_what_was_decided():
@@ -253,12 +253,12 @@ def test_chances_are_learned_from_what_was_decided():
     method.open(an_open(tokens=(1, 2, 3)))
     for _ in range(20):
         method.committed("s", (1, 2, 3))
-    (proposal,) = method.draft([a_want((1, 2, 3) * 21, shape=Shape.TREE, least_chance=0.7).request])
+    (proposal,) = method.draft([wanted_block((1, 2, 3) * 21, shape=Shape.TREE, least_chance=0.7).request])
     assert proposal.tokens == (1, 2, 3), "what always went on as before is likely to do so again"
 
 
 def test_lookahead_covers_alternatives_to_the_block():
-    outcomes = {guess.outcome for guess in propose(a_method(), [a_want(TWICE).under((4,), max_tokens=2)])}
+    outcomes = {guess.outcome for guess in propose(a_method(), [wanted_block(TWICE).under((4,), max_tokens=2)])}
     assert {(3,), (4, 9), (4, 8)} <= outcomes
 
 
@@ -266,4 +266,4 @@ def test_closing_a_session_twice_or_an_unknown_one_is_nothing():
     method = a_method()
     answer(method, (1, 2, 3))
     method.close(["before", "other"])
-    assert block_of(method, a_want((1, 2))).tokens == (3,)
+    assert block_of(method, wanted_block((1, 2))).tokens == (3,)

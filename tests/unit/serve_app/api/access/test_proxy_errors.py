@@ -31,7 +31,7 @@ def by_proxy(error: Exception) -> list[Message]:
 SERVED = convert_object_to_asgi_messages({"/": "slipstream"})
 
 
-async def told(
+async def converted(
     path: str,
     messages: Sequence[Message],
     headers: Mapping[str, str] | None = None,
@@ -58,7 +58,7 @@ async def told(
     ],
 )
 async def test_proxy_errors_have_openais_form(error: Exception, status: int, kind: str, code: str, says: str) -> None:
-    answer = await told("/v1/completions", by_proxy(error), {"X-Request-Id": "job-7"})
+    answer = await converted("/v1/completions", by_proxy(error), {"X-Request-Id": "job-7"})
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers.get_list("X-Request-Id") == ["job-7"]
@@ -72,7 +72,7 @@ NOT_FOUND = convert_object_to_asgi_messages("Path '/v1/models' not found.", 404)
 
 
 async def test_an_unknown_path_is_not_found() -> None:
-    answer = await told("/v1/models", NOT_FOUND)
+    answer = await converted("/v1/models", NOT_FOUND)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     assert "retry-after" not in answer.headers
 
@@ -81,21 +81,21 @@ async def test_an_unknown_path_is_not_found() -> None:
     "routes", [convert_object_to_asgi_messages({}), convert_object_to_asgi_messages("no routes yet", 503)]
 )
 async def test_every_path_is_unavailable_without_an_application(routes: list[Message]) -> None:
-    answer = await told("/v1/models", NOT_FOUND, routes=routes)
+    answer = await converted("/v1/models", NOT_FOUND, routes=routes)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
     assert "starting or stopping" in answer.json()["error"]["message"]
     assert answer.headers["retry-after"] == "1"
 
 
 async def test_serves_own_endpoints_are_unchanged() -> None:
-    answer = await told("/-/healthz", convert_object_to_asgi_messages("draining", 503))
+    answer = await converted("/-/healthz", convert_object_to_asgi_messages("draining", 503))
     assert (answer.status_code, answer.text) == (503, "draining")
     assert "retry-after" not in answer.headers
 
 
 @pytest.mark.parametrize("status", [200, 404, 429, 503])
 async def test_router_responses_pass_through(status: int) -> None:
-    answer = await told("/v1/completions", convert_object_to_asgi_messages({"error": "by a router"}, status))
+    answer = await converted("/v1/completions", convert_object_to_asgi_messages({"error": "by a router"}, status))
     assert (answer.status_code, answer.json()) == (status, {"error": "by a router"})
     assert "retry-after" not in answer.headers
 
@@ -103,5 +103,5 @@ async def test_router_responses_pass_through(status: int) -> None:
 async def test_stream_events_pass_through() -> None:
     start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
     parts = [{"type": "http.response.body", "body": part, "more_body": part != b"c"} for part in (b"a", b"b", b"c")]
-    answer = await told("/v1/completions", [start, *parts])
+    answer = await converted("/v1/completions", [start, *parts])
     assert answer.text == "abc"

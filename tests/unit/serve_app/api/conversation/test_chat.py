@@ -13,7 +13,7 @@ from cluster.routing.ledger import Ended
 from protos.messages import Finish
 from serve_app.api.text import TextCodec
 from tests.asgi_front import MODEL, AsgiFront, asgi_front, codec_of, stream_events, talking_codec
-from tests.call_writers import Sayings, quoting_writer
+from tests.call_writers import GrammarSampler, quoting_writer
 from tests.talking_tokenizer import talking_tokenizer
 
 USER = {"role": "user", "content": "hi"}
@@ -183,7 +183,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("choice", "end", "told"),
+    ("choice", "end", "reason"),
     [
         ("auto", Finish.STOP, "tool_calls"),
         ("required", Finish.STOP, "tool_calls"),
@@ -191,13 +191,15 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
         (NAMED, Finish.LENGTH, "length"),
     ],
 )
-async def test_a_named_call_ends_with_stop(front: AsgiFront, choice: Any, end: Finish, told: str, stream: bool) -> None:
+async def test_a_named_call_ends_with_stop(
+    front: AsgiFront, choice: Any, end: Finish, reason: str, stream: bool
+) -> None:
     front.plays([*front.emits(CALL), Ended(end)])
     body = {"model": MODEL, "messages": [USER], "tools": [WEATHER], "tool_choice": choice, "stream": stream}
     answer = (await front.http.post("/v1/chat/completions", json=body)).text
     parts = stream_events(answer) if stream else [json.loads(answer)]
     choices = [choice for part in parts for choice in part["choices"]]
-    assert [one["finish_reason"] for one in choices if one["finish_reason"]] == [told]
+    assert [one["finish_reason"] for one in choices if one["finish_reason"]] == [reason]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,7 @@ async def test_a_grammar_covers_the_answer_to_its_end(front: AsgiFront, fields: 
     body = {"model": MODEL, "messages": [USER], "tools": [WEATHER], **fields}
     assert (await front.http.post("/v1/chat/completions", json=body)).status_code == 200
     (generation,) = front.generator.generations
-    sayings = Sayings(front.codec)
+    sayings = GrammarSampler(front.codec)
     assert sayings.takes(generation.grammar, said)
     assert not sayings.takes(generation.grammar, f"{said}{CALL}!")
 

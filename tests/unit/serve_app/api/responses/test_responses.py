@@ -18,7 +18,7 @@ from protos.messages import Finish
 from serve_app.api.responses_schemas import ResponsesRequest
 from serve_app.api.validation import GenerationDefaults
 from tests.asgi_front import MODEL, AsgiFront, asgi_front, stream_events, talking_codec
-from tests.call_writers import Sayings
+from tests.call_writers import GrammarSampler
 from tests.unit.serve_app.api.conversation.test_chat import CALL, SCHEMA, STOP, rendered
 
 COMPONENTS = "#/components/schemas/"
@@ -49,9 +49,9 @@ async def test_a_conversation_can_be_sent_back(front: AsgiFront) -> None:
         "I look.",
         {"a": "b"},
     )
-    thought, message, call = first.output
-    assert (thought.type, message.type, call.type) == ("reasoning", "message", "function_call")
-    assert thought.content[0].text == "where"
+    reasoning, message, call = first.output
+    assert (reasoning.type, message.type, call.type) == ("reasoning", "message", "function_call")
+    assert reasoning.content[0].text == "where"
     assert (call.name, call.arguments) == ("weather", '{"city": "Bern"}')
     usage = first.usage
     assert usage.output_tokens == len(front.codec.encode(SAID))
@@ -142,7 +142,7 @@ async def test_structured_output(front: AsgiFront, form: Any, good: Any, bad: An
     assert whole.output_text == good[0]
     assert whole.text.model_dump(by_alias=True, exclude_none=True) == {"format": form, "verbosity": "low"}
     (generation,) = front.generator.generations
-    sayings = Sayings(front.codec)
+    sayings = GrammarSampler(front.codec)
     assert [text for text in good if not sayings.takes(generation.grammar, text)] == []
     assert [text for text in bad if sayings.takes(generation.grammar, text)] == []
 
@@ -185,7 +185,7 @@ async def test_with_tools_an_answer_has_its_format_or_calls(front: AsgiFront) ->
     form: Any = {"type": "json_schema", "name": "p", "schema": POINT}
     await front.openai.responses.create(model=MODEL, input="Tell.", tools=[WEATHER], text={"format": form})
     (generation,) = front.generator.generations
-    sayings = Sayings(front.codec)
+    sayings = GrammarSampler(front.codec)
     assert sayings.takes(generation.grammar, '{"x": 7}')
     assert sayings.takes(generation.grammar, CALL)
     assert not sayings.takes(generation.grammar, "It rains.")
@@ -312,11 +312,11 @@ async def test_chat_fields_have_the_same_meaning(front: AsgiFront, name: str) ->
     for path, body in bodies.items():
         for fields in ({}, {name: AS_IN_CHATS[name]}):
             assert (await front.http.post(f"/v1/{path}", json={"model": MODEL, **body, **fields})).status_code == 200
-    told = [
+    outputs = [
         {key: value for key, value in asdict(generation).items() if key not in OF_ONE_SESSION or name == key == "seed"}
         for generation in front.generator.generations
     ]
-    plain, asked, _, in_chat = told
+    plain, asked, _, in_chat = outputs
     assert asked == in_chat != plain
 
 
@@ -341,7 +341,7 @@ async def test_vllms_structured_outputs_are_served(front: AsgiFront) -> None:
     asked = {"structured_outputs": {"json": POINT}}
     await front.openai.responses.create(model=MODEL, input="Tell.", extra_body=asked)
     (generation,) = front.generator.generations
-    assert Sayings(front.codec).takes(generation.grammar, '{"x": 7}')
+    assert GrammarSampler(front.codec).takes(generation.grammar, '{"x": 7}')
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from serve_app.api.grammars import GrammarCheck, RequestedGrammar, call_grammar,
 from serve_app.api.request_schemas import ChatRequest
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import Call, Content, Reasoning, ReasoningInPrompt, read_whole
-from tests.call_writers import Sayings, json_writer, lined_writer, special_writer, tagged_writer
+from tests.call_writers import GrammarSampler, json_writer, lined_writer, special_writer, tagged_writer
 from tests.unit.serve_app.api.sample_requests import refusal_of
 
 CITY = {
@@ -67,7 +67,7 @@ def test_generated_calls_satisfy_their_schemas(writer: str, choice: Any) -> None
     assert grammar is not None
     form = codec.call_form
     end = form.closing.strip("}\n")
-    sayings = Sayings(codec)
+    sayings = GrammarSampler(codec)
     names = set()
     for seed in range(12):
         text = sayings.one(grammar.text, seed)
@@ -131,7 +131,7 @@ def test_accepted_and_rejected_answers(fields: Any, good: list[str], bad: list[s
     codec = json_writer()
     tools = [tool("weather"), {"type": "function", "function": {"name": "time"}}]
     grammar = held(codec, tools=tools, **fields)
-    sayings = Sayings(codec)
+    sayings = GrammarSampler(codec)
     assert [text for text in good if not sayings.takes(grammar.text, text)] == []
     assert [text for text in bad if sayings.takes(grammar.text, text)] == []
 
@@ -140,7 +140,7 @@ def test_tagged_text_may_not_contain_the_end_tag() -> None:
     codec = tagged_writer()
     schema = {"type": "object", "properties": {"a": {"type": "string", "description": "x"}}, "required": ["a"]}
     grammar = held(codec, tools=[tool("f", schema)], tool_choice="required")
-    sayings = Sayings(codec)
+    sayings = GrammarSampler(codec)
 
     def written(text: str) -> str:
         return f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
@@ -154,7 +154,7 @@ def test_tagged_text_may_not_contain_the_end_tag() -> None:
 def test_strict_tools_follow_their_schemas_and_others_take_any_object() -> None:
     codec = json_writer()
     grammar = held(codec, tools=[tool("weather", strict=True), tool("time", strict=False)])
-    sayings = Sayings(codec)
+    sayings = GrammarSampler(codec)
     assert sayings.takes(grammar.text, "So: " + call("weather", '{"city": "Bern"}') + "and" + call("time", '{"a": 1}'))
     assert not sayings.takes(grammar.text, call("weather", '{"a": 1}'))
     assert not sayings.takes(grammar.text, call("time", "1"))
@@ -184,7 +184,7 @@ def test_a_model_may_reason_first_unless_its_prompt_did(
     codec = json_writer()
     grammar = held(codec, reasoning, tools=[tool("weather")], tool_choice="required")
     one = call("weather", '{"city": "Bern"}')
-    sayings = Sayings(codec)
+    sayings = GrammarSampler(codec)
     assert [text for text in good if not sayings.takes(grammar.text, text + one)] == []
     assert [text for text in bad if sayings.takes(grammar.text, text + one)] == []
 
@@ -192,7 +192,7 @@ def test_a_model_may_reason_first_unless_its_prompt_did(
 def test_calls_in_reasoning_are_unconstrained() -> None:
     codec = json_writer()
     grammar = held(codec, "begun", tools=[tool("weather", strict=True)])
-    sayings = Sayings(codec)
+    sayings = GrammarSampler(codec)
     text = f"{THOUGHT}Well. <think>{THOUGHT}{call('weather', json.dumps({'city': 'Bern'}))}"
     assert sayings.takes(grammar.text, text)
     assert sayings.takes(grammar.text, "still thinking")
@@ -204,7 +204,7 @@ def test_calls_in_reasoning_are_unconstrained() -> None:
 def test_a_mark_token_has_no_other_spelling() -> None:
     codec = json_writer()
     grammar = held(codec, "begun", tools=[tool("weather", strict=True)])
-    sayings = Sayings(codec)
+    sayings = GrammarSampler(codec)
     for text, mark in (("a</think>b", "</think>"), ("a</think><tool_call>b", "<tool_call>")):
         assert not sayings.takes_spelt(grammar.text, text, mark)
     assert sayings.takes_spelt(grammar.text, "a</think><table>b", "<table>")

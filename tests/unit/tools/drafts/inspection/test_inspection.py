@@ -114,7 +114,7 @@ KNOWN: Mapping[str, dict[str, Any]] = {
 every_head = pytest.mark.parametrize("name", KNOWN)
 
 
-def told(facts: DraftFacts) -> dict[str, Any]:
+def facts_as_dict(facts: DraftFacts) -> dict[str, Any]:
     """Returns facts in the format of `KNOWN`."""
     return {
         "layout": facts.layout.name,
@@ -154,14 +154,14 @@ def loads(method: str, folder: Path) -> bool:
 @every_head
 def test_every_published_layout_is_recognized(name: str) -> None:
     found = inspect_draft(checkpoint(name), TARGET)
-    assert (found.mismatches, told(found.facts)) == ((), KNOWN[name])
+    assert (found.mismatches, facts_as_dict(found.facts)) == ((), KNOWN[name])
 
 
 @every_head
 def test_without_a_target_only_depth_dependent_facts_are_unknown(name: str) -> None:
     found = inspect_draft(checkpoint(name))
-    is_said = name in ("eagle3_speculators", "dflash", "dflash_speculators")
-    assert told(found.facts) == KNOWN[name] | ({} if is_said else {"layers": ()})
+    is_stated = name in ("eagle3_speculators", "dflash", "dflash_speculators")
+    assert facts_as_dict(found.facts) == KNOWN[name] | ({} if is_stated else {"layers": ()})
     assert found.fits
 
 

@@ -18,7 +18,7 @@ from cluster.routing.ray_membership import ServeMembership
 from serve_app.app import APPLICATION
 from serve_app.operations.ray_cluster import deployed
 from tests.chaos.processes import Found, found_on, raylet, workers
-from tests.chaos.recovery import Blow
+from tests.chaos.recovery import Failure
 
 STOPPED_S = (0.5, 12.0)  # from unnoticed to declared dead by Serve
 NODE_STOPPED_S = (0.5, 8.0)
@@ -71,7 +71,7 @@ class Scene:
         """Returns whether no follow-up is pending."""
         return not self.nodes_due_s and not any(timer.is_alive() for timer, _ in self._stopped)
 
-    def let_all_go_on(self) -> None:
+    def resume_all(self) -> None:
         """Resumes all stopped processes that still exist."""
         for timer, go_on in self._stopped:
             timer.cancel()
@@ -92,27 +92,27 @@ def _pools(struck: Sequence[Found]) -> tuple[str, ...]:
     return tuple(sorted({_pool(one.role) for one in struck}))
 
 
-def kill(role: str, scene: Scene) -> Blow | None:
+def kill(role: str, scene: Scene) -> Failure | None:
     if not (found := scene.processes(ROLES[role])):
         return None
     one = scene.rng.choice(found)
     scene.note_routers([one])
     at_s = time.monotonic()
     one.send(signal.SIGKILL)
-    return Blow(f"{role} killed", at_s, _pools([one]), f"pid {one.process.pid}")
+    return Failure(f"{role} killed", at_s, _pools([one]), f"pid {one.process.pid}")
 
 
-def stop(role: str, scene: Scene) -> Blow | None:
+def stop(role: str, scene: Scene) -> Failure | None:
     if not (found := scene.processes(ROLES[role])):
         return None
     one = scene.rng.choice(found)
     lasts_s = scene.rng.uniform(*STOPPED_S)
     at_s = time.monotonic()
     scene.stop([one], lasts_s)
-    return Blow(f"{role} stopped", at_s, _pools([one]), f"pid {one.process.pid} for {lasts_s:.1f} s", lasts_s)
+    return Failure(f"{role} stopped", at_s, _pools([one]), f"pid {one.process.pid} for {lasts_s:.1f} s", lasts_s)
 
 
-def cut(scene: Scene) -> Blow | None:
+def cut(scene: Scene) -> Failure | None:
     """Resets a TCP connection to a drafter's or target's gRPC server through the kernel."""
     if not (connections := sorted(_streams())):
         return None
@@ -120,7 +120,7 @@ def cut(scene: Scene) -> Blow | None:
     at_s = time.monotonic()
     ports = ["sport", "=", f":{dialling}", "and", "dport", "=", f":{dialled}"]
     subprocess.run(["ss", "-K", *ports], capture_output=True, check=True)
-    return Blow("stream cut", at_s, (), f"from port {dialling} to {dialled}")
+    return Failure("stream cut", at_s, (), f"from port {dialling} to {dialled}")
 
 
 def _streams() -> Iterator[tuple[int, int]]:
@@ -139,7 +139,7 @@ def grpc_ports() -> dict[int, str]:
     return {int(one.address.rpartition(":")[2]): pool for pool, peers in pools.items() for one in peers}
 
 
-def lose_node(scene: Scene) -> Blow | None:
+def lose_node(scene: Scene) -> Failure | None:
     """Kills all processes of a node, like a power failure, and schedules a new node."""
     if not scene.nodes:
         return None
@@ -154,10 +154,10 @@ def lose_node(scene: Scene) -> Blow | None:
         Found("", process).send(signal.SIGKILL)
     scene.cluster.remove_node(node, allow_graceful=False)
     scene.nodes_due_s.append(at_s + scene.rng.uniform(*NODE_LOST_S))
-    return Blow("node killed", at_s, _pools(struck), _named(struck))
+    return Failure("node killed", at_s, _pools(struck), _named(struck))
 
 
-def freeze_node(scene: Scene) -> Blow | None:
+def freeze_node(scene: Scene) -> Failure | None:
     """Suspends all processes of a node, like a live migration or thrashing."""
     if not scene.nodes:
         return None
@@ -168,7 +168,7 @@ def freeze_node(scene: Scene) -> Blow | None:
     processes = [Found("", process) for process in [*([daemon] if daemon else []), *workers(node)]]
     at_s = time.monotonic()
     scene.stop(processes, lasts_s)
-    return Blow("node stopped", at_s, _pools(struck), f"{_named(struck)} for {lasts_s:.1f} s", lasts_s)
+    return Failure("node stopped", at_s, _pools(struck), f"{_named(struck)} for {lasts_s:.1f} s", lasts_s)
 
 
 def _named(struck: Sequence[Found]) -> str:
@@ -179,7 +179,7 @@ def _named(struck: Sequence[Found]) -> str:
 class Kind:
     """Kind of failure; its function injects it once and describes it, or returns None without a possible victim."""
 
-    strike: Callable[[Scene], Blow | None]
+    strike: Callable[[Scene], Failure | None]
     pools: frozenset[str]  # deployments it may affect
 
 

@@ -16,7 +16,7 @@ from tests.integration.harness import Cluster
 
 
 @dataclass(frozen=True)
-class Door:
+class StreamMethod:
     """gRPC method that accepts streams."""
 
     path: str
@@ -31,7 +31,7 @@ class Door:
         return str(address)
 
 
-DRIVE_TARGET = Door(
+DRIVE_TARGET = StreamMethod(
     "/slipstream.v1.TargetService/Drive",
     lambda ch: TargetServiceStub(ch).Drive(),
     pb.RouterToTarget,
@@ -39,7 +39,7 @@ DRIVE_TARGET = Door(
     PeerRole.TARGET,
     lambda c: c.targets,
 )
-VERIFY = Door(
+VERIFY = StreamMethod(
     "/slipstream.v1.TargetService/Verify",
     lambda ch: TargetServiceStub(ch).Verify(),
     pb.DrafterToTarget,
@@ -47,7 +47,7 @@ VERIFY = Door(
     PeerRole.TARGET,
     lambda c: c.targets,
 )
-STATES = Door(
+STATES = StreamMethod(
     "/slipstream.v1.TargetService/States",
     lambda ch: TargetServiceStub(ch).States(),
     pb.DrafterToTargetStates,
@@ -55,7 +55,7 @@ STATES = Door(
     PeerRole.TARGET,
     lambda c: c.targets,
 )
-DRIVE_DRAFTER = Door(
+DRIVE_DRAFTER = StreamMethod(
     "/slipstream.v1.DraftService/Drive",
     lambda ch: DraftServiceStub(ch).Drive(),
     pb.RouterToDrafter,
@@ -63,15 +63,15 @@ DRIVE_DRAFTER = Door(
     PeerRole.DRAFTER,
     lambda c: c.drafters,
 )
-DOORS = pytest.mark.parametrize(
-    "door", [DRIVE_TARGET, VERIFY, STATES, DRIVE_DRAFTER], ids=lambda d: d.path.rpartition(".")[2]
+STREAM_METHODS = pytest.mark.parametrize(
+    "method", [DRIVE_TARGET, VERIFY, STATES, DRIVE_DRAFTER], ids=lambda d: d.path.rpartition(".")[2]
 )
 
 
 @asynccontextmanager
-async def stream_to(c: Cluster, door: Door) -> AsyncIterator[Any]:
-    async with grpc.aio.insecure_channel(door.address(c)) as channel:
-        yield door.stub(channel)
+async def stream_to(c: Cluster, method: StreamMethod) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(method.address(c)) as channel:
+        yield method.stub(channel)
 
 
 @contextmanager
@@ -82,11 +82,11 @@ def refused_with(code: grpc.StatusCode, details: str) -> Iterator[None]:
 
 
 @contextmanager
-def told_nothing_but(code: grpc.StatusCode) -> Iterator[None]:
+def reveals_only(code: grpc.StatusCode) -> Iterator[None]:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         yield
-    told = (error.value.code(), error.value.details())
-    assert told == (code, ""), told
+    status = (error.value.code(), error.value.details())
+    assert status == (code, ""), status
 
 
 async def within(seconds: float, work: Awaitable[Any]) -> Any:
