@@ -44,36 +44,34 @@ class HeldSession:
 
 
 class GrammarGate:
-    """Holds one target's sessions until their grammars are compiled, then calls `admit` or `refuse` with their stream.
+    """Holds one target's sessions until their grammars are compiled.
 
-    Holds at most `limit` sessions. A session belongs to the router that opened it; `router_of` returns the router of an
-    admitted session.
+    Then calls `release` with the router's stream and either the Open or a Refusal. Holds at most `limit` sessions. A
+    session belongs to the router that opened it; `router_of` returns the router of an admitted session.
     """
 
     def __init__(
         self,
         prepare: Prepare,
-        admit: Callable[[str, Open], None],
-        refuse: Callable[[str, Refusal], None],
+        release: Callable[[str, Open | Refusal], None],
         router_of: Callable[[str], str | None],
         refusals: Refusals,
         limit: int,
     ) -> None:
         self._prepare = prepare
-        self._admit = admit
-        self._refuse = refuse
+        self._release = release
         self._router_of = router_of
         self._refusals = refusals
         self._limit = limit
         self._held: dict[str, HeldSession] = {}  # by session
 
-    def intercept(self, router: str, message: Message) -> bool:
-        """Returns True if the gate holds or answers the message; otherwise the caller must process it."""
+    def intercept(self, router: str, message: Message) -> list[Send] | None:
+        """Returns the answers to a message that the gate handles; None if the caller must process it."""
         if isinstance(message, Open):
             return self._intercept_open(router, message)
         if isinstance(message, Close):
             self._close(router, message)
-        return False
+        return None
 
     def on_hello(self, router: str, hello: Hello) -> None:
         """Handles a router's new stream: moves its held sessions there and drops those that the Hello does not list."""
@@ -95,25 +93,23 @@ class GrammarGate:
     def is_empty(self) -> bool:
         return not self._held
 
-    def _intercept_open(self, router: str, request: Open) -> bool:
+    def _intercept_open(self, router: str, request: Open) -> list[Send] | None:
         """Holds a session with a grammar; a newer attempt replaces an older one."""
         name = request.session
         if (held := self._held.get(name)) is not None:
             if held.router != router:
                 self._refusals.note(router, "an Open of another router's session", name)
-                self._refuse(router, ownership_refusal(request))
-                return True
+                return [(router, ownership_refusal(request))]
             if held.open.attempt >= request.attempt:
-                return True
+                return []
             self._drop(name)
         if not request.grammar or self._router_of(name) not in (None, router):
-            return False
+            return None
         if len(self._held) >= self._limit:
             why = f"{len(self._held)} sessions wait for their grammars already"
-            self._refuse(router, Refusal(name, request.attempt, RefusalReason.OVERLOADED, why))
-            return True
-        self._held[name] = HeldSession(router, request, asyncio.create_task(self._pass(request)))
-        return True
+            return [(router, Refusal(name, request.attempt, RefusalReason.OVERLOADED, why))]
+        self._held[name] = HeldSession(router, request, asyncio.create_task(self._compile(request)))
+        return []
 
     def _close(self, router: str, close: Close) -> None:
         """Drops a held session unless it belongs to another router or a newer attempt."""
@@ -121,17 +117,15 @@ class GrammarGate:
         if held is not None and held.router == router and held.open.attempt <= close.attempt:
             self._drop(close.session)
 
-    async def _pass(self, request: Open) -> None:
+    async def _compile(self, request: Open) -> None:
         why = await self._prepare(request.grammar)
         held = self._held.get(request.session)
         if held is None or held.open is not request:
             return  # dropped during the compilation, which cannot be cancelled
         del self._held[request.session]
-        if why is None:
-            self._admit(held.router, request)
-        else:
-            message = f"cannot enforce the grammar: {why}"
-            self._refuse(held.router, Refusal(request.session, request.attempt, RefusalReason.INVALID, message))
+        message = f"cannot enforce the grammar: {why}"
+        refusal = Refusal(request.session, request.attempt, RefusalReason.INVALID, message)
+        self._release(held.router, request if why is None else refusal)
 
     def _drop(self, session: str) -> None:
         self._held.pop(session).task.cancel()
@@ -172,8 +166,7 @@ class TargetReplica:
         self._engine = engine
         self._gate = GrammarGate(
             engine.prepare,
-            self._take,
-            self._refuse,
+            self._on_compiled,
             self.scheduler.admission.router_of,
             self.scheduler.refusals,
             limits.max_queued,
@@ -317,17 +310,15 @@ class TargetReplica:
             if isinstance(message, Block):
                 self.timeline.record("block", message.session)
             self._tracer.on_received(stream, message)
-            if not self._gate.intercept(stream, message):
-                self._send(self.scheduler.receive(stream, message, now))
+            answers = self._gate.intercept(stream, message)
+            self._send(self.scheduler.receive(stream, message, now) if answers is None else answers)
         self._changed.set()
         return self.scheduler.counts.unrequested - before
 
-    def _take(self, stream: str, message: Message) -> None:
-        self._send(self.scheduler.receive(stream, message, self._clock()))
+    def _on_compiled(self, stream: str, answer: Open | Refusal) -> None:
+        is_open = isinstance(answer, Open)
+        self._send(self.scheduler.receive(stream, answer, self._clock()) if is_open else [(stream, answer)])
         self._changed.set()
-
-    def _refuse(self, stream: str, refusal: Refusal) -> None:
-        self._send([(stream, refusal)])
 
     def stream_down(self, stream: str) -> None:
         self._gate.on_disconnect(stream)

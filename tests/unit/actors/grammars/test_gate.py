@@ -23,16 +23,23 @@ class Target:
         self.refused = []
         self.routers = {}  # of admitted sessions
         self.refusals = Refusals(logging.getLogger(__name__))
-        self.gate = GrammarGate(self.prepare, self.admit, self.refuse, self.routers.get, self.refusals, limit=3)
+        self.gate = GrammarGate(self.prepare, self.release, self.routers.get, self.refusals, limit=3)
 
     async def prepare(self, grammar):
         return await asyncio.shield(self.compiled.setdefault(grammar, asyncio.get_running_loop().create_future()))
 
-    def admit(self, stream, request):
-        self.admitted.append((stream, request))
+    def intercept(self, stream, message):
+        """Returns False if the target must process the message."""
+        answers = self.gate.intercept(stream, message)
+        for answer in answers or ():
+            self.release(*answer)
+        return answers is not None
 
-    def refuse(self, stream, refusal):
-        self.refused.append((stream, refusal.session, refusal.attempt, refusal.reason, refusal.message))
+    def release(self, stream, answer):
+        if isinstance(answer, Refusal):
+            self.refused.append((stream, answer.session, answer.attempt, answer.reason, answer.message))
+        else:
+            self.admitted.append((stream, answer))
 
     async def ends(self, grammar, why=None):
         await asyncio.sleep(0)
@@ -47,7 +54,7 @@ REQUEST = opened(grammar="g")
 
 async def test_a_session_comes_to_its_target_when_its_grammar_is_compiled():
     target = Target()
-    assert target.gate.intercept("r", REQUEST)
+    assert target.intercept("r", REQUEST)
     await asyncio.sleep(0)
     assert target.admitted == []
     assert not target.gate.is_empty
@@ -59,15 +66,15 @@ async def test_a_session_comes_to_its_target_when_its_grammar_is_compiled():
 async def test_sessions_without_grammars_pass_at_once():
     target = Target()
     for message in (opened(), Hello("r", "v", "t"), Close("s", 1)):
-        assert not target.gate.intercept("r", message)
+        assert not target.intercept("r", message)
     assert target.gate.is_empty
 
 
 async def test_a_grammar_that_cannot_be_kept_to_refuses_its_session_alone():
     target = Target()
     other = replace(REQUEST, session="other", grammar="good")
-    assert target.gate.intercept("r", REQUEST)
-    assert target.gate.intercept("r", other)
+    assert target.intercept("r", REQUEST)
+    assert target.intercept("r", other)
     await target.ends("g", "it is malformed")
     await target.ends("good")
     assert target.refused == [("r", "s", 1, RefusalReason.INVALID, "cannot enforce the grammar: it is malformed")]
@@ -77,9 +84,9 @@ async def test_a_grammar_that_cannot_be_kept_to_refuses_its_session_alone():
 async def test_a_session_that_is_closed_or_whose_stream_broke_meanwhile_never_comes():
     target = Target()
     for name in ("closed", "gone"):
-        assert target.gate.intercept(name, replace(REQUEST, session=name))
+        assert target.intercept(name, replace(REQUEST, session=name))
     await asyncio.sleep(0)  # both grammars are compiling
-    assert not target.gate.intercept("closed", Close("closed", 1))
+    assert not target.intercept("closed", Close("closed", 1))
     target.gate.on_disconnect("gone")
     assert target.gate.is_empty
     await target.ends("g")
@@ -89,9 +96,9 @@ async def test_a_session_that_is_closed_or_whose_stream_broke_meanwhile_never_co
 async def test_the_later_of_two_attempts_counts_in_any_order():
     target = Target()
     later = replace(REQUEST, attempt=2)
-    assert target.gate.intercept("r", REQUEST)
-    assert target.gate.intercept("r", later)
-    assert not target.gate.intercept("r", Close("s", 1))  # closes the first attempt; the second continues
+    assert target.intercept("r", REQUEST)
+    assert target.intercept("r", later)
+    assert not target.intercept("r", Close("s", 1))  # closes the first attempt; the second continues
     await target.ends("g")
     assert target.admitted == [("r", later)]
 
@@ -99,10 +106,10 @@ async def test_the_later_of_two_attempts_counts_in_any_order():
 async def test_an_attempt_that_is_held_or_an_older_one_changes_nothing():
     target = Target()
     held = replace(REQUEST, attempt=2)
-    assert target.gate.intercept("r", held)
+    assert target.intercept("r", held)
     for attempt in (1, 2):
-        assert target.gate.intercept("r", replace(REQUEST, attempt=attempt, seed=9))
-        assert target.gate.intercept("r", replace(REQUEST, attempt=attempt, grammar=""))
+        assert target.intercept("r", replace(REQUEST, attempt=attempt, seed=9))
+        assert target.intercept("r", replace(REQUEST, attempt=attempt, grammar=""))
     await target.ends("g")
     assert target.admitted == [("r", held)]
     assert target.refused == []
@@ -110,9 +117,9 @@ async def test_an_attempt_that_is_held_or_an_older_one_changes_nothing():
 
 async def test_a_later_attempt_without_a_grammar_passes_at_once_and_alone():
     target = Target()
-    assert target.gate.intercept("r", REQUEST)
+    assert target.intercept("r", REQUEST)
     await asyncio.sleep(0)
-    assert not target.gate.intercept("r", replace(REQUEST, attempt=2, grammar=""))
+    assert not target.intercept("r", replace(REQUEST, attempt=2, grammar=""))
     assert target.gate.is_empty
     await target.ends("g")
     assert target.admitted == []
@@ -124,8 +131,8 @@ async def test_another_routers_open_of_a_held_session_is_not_permitted(attempt, 
     target = Target()
     held = replace(REQUEST, attempt=2)
     theirs = replace(REQUEST, attempt=attempt, grammar=grammar)
-    assert target.gate.intercept("r", held)
-    assert target.gate.intercept("stranger", theirs)
+    assert target.intercept("r", held)
+    assert target.intercept("stranger", theirs)
     no = ownership_refusal(theirs)
     assert target.refused == [("stranger", "s", attempt, no.reason, no.message)]
     assert target.refusals.counts == {"an Open of another router's session": 1}
@@ -136,8 +143,8 @@ async def test_another_routers_open_of_a_held_session_is_not_permitted(attempt, 
 
 async def test_another_router_closes_no_held_session():
     target = Target()
-    assert target.gate.intercept("r", REQUEST)
-    assert not target.gate.intercept("stranger", Close("s", 9))
+    assert target.intercept("r", REQUEST)
+    assert not target.intercept("stranger", Close("s", 9))
     await target.ends("g")
     assert target.admitted == [("r", REQUEST)]
 
@@ -147,9 +154,9 @@ async def test_a_session_that_has_passed_is_held_for_its_own_router_alone():
     target = Target()
     target.routers["s"] = "r"
     later = replace(REQUEST, attempt=2)
-    assert not target.gate.intercept("stranger", later)
+    assert not target.intercept("stranger", later)
     assert target.gate.is_empty
-    assert target.gate.intercept("r", later)
+    assert target.intercept("r", later)
     await target.ends("g")
     assert target.admitted == [("r", later)]
 
@@ -158,10 +165,10 @@ async def test_a_router_that_comes_back_keeps_the_sessions_that_it_lists():
     """This also holds after its older stream is reported broken; answers go to the new stream."""
     target = Target()
     for name in ("listed", "unlisted", "of another attempt"):
-        assert target.gate.intercept("r#1", replace(REQUEST, session=name, attempt=2))
+        assert target.intercept("r#1", replace(REQUEST, session=name, attempt=2))
     target.gate.on_hello("r#2", Hello("r", "v", "m", (LiveSession("listed", 2), LiveSession("of another attempt", 3))))
     target.gate.on_disconnect("r#1")
-    target.gate.intercept("r#1", Close("listed", 2))
+    target.intercept("r#1", Close("listed", 2))
     await target.ends("g")
     assert [(stream, request.session) for stream, request in target.admitted] == [("r#2", "listed")]
     assert target.gate.is_empty
@@ -169,7 +176,7 @@ async def test_a_router_that_comes_back_keeps_the_sessions_that_it_lists():
 
 async def test_a_router_claims_no_session_of_another():
     target = Target()
-    assert target.gate.intercept("r#1", REQUEST)
+    assert target.intercept("r#1", REQUEST)
     target.gate.on_hello("stranger#2", Hello("stranger", "v", "m", (LiveSession("s", 1),)))
     target.gate.on_disconnect("stranger#2")
     await target.ends("g")
@@ -179,10 +186,10 @@ async def test_a_router_claims_no_session_of_another():
 async def test_held_sessions_are_limited_by_the_queue():
     target = Target()
     for name in ("a", "b", "c"):
-        assert target.gate.intercept("r", replace(REQUEST, session=name))
-    assert target.gate.intercept("r", replace(REQUEST, session="d"))
+        assert target.intercept("r", replace(REQUEST, session=name))
+    assert target.intercept("r", replace(REQUEST, session="d"))
     assert target.refused == [("r", "d", 1, RefusalReason.OVERLOADED, "3 sessions wait for their grammars already")]
-    assert target.gate.intercept("r", replace(REQUEST, session="c", attempt=2))
+    assert target.intercept("r", replace(REQUEST, session="c", attempt=2))
     await target.ends("g")
     assert [(request.session, request.attempt) for _, request in target.admitted] == [("a", 1), ("b", 1), ("c", 2)]
 
@@ -197,11 +204,11 @@ async def test_a_session_that_was_dropped_never_passes_though_its_compiling_goes
         except asyncio.CancelledError:
             return None
 
-    target.gate = GrammarGate(prepare, target.admit, target.refuse, target.routers.get, target.refusals, limit=3)
-    assert target.gate.intercept("r", REQUEST)
+    target.gate = GrammarGate(prepare, target.release, target.routers.get, target.refusals, limit=3)
+    assert target.intercept("r", REQUEST)
     await asyncio.sleep(0)  # the grammar is compiling
     later = replace(REQUEST, attempt=2, grammar="other")
-    assert target.gate.intercept("r", later)
+    assert target.intercept("r", later)
     await target.ends("g")
     assert target.admitted == []
     await target.ends("other")
