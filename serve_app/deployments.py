@@ -488,7 +488,7 @@ class RouterDeployment(_ReplicaDeployment):
         self._ending.push_async_callback(self._router.close)
         self._timeline = self._router.timeline
         self._metrics = Metrics(
-            remedies=lambda: self._router.sessions.remedies.by_step(),
+            recoveries=lambda: self._router.sessions.recoveries.by_step(),
             handovers=lambda: self._router.sessions.handovers,
             model=config.model.name,
         )
@@ -575,7 +575,7 @@ class RouterDeployment(_ReplicaDeployment):
             "idle": self._router.is_idle,
             "ready": self._router.is_ready,
             "refusals": self._router.refusals,
-            "remedies": self._router.sessions.remedies.by_step(),
+            "remedies": self._router.sessions.recoveries.by_step(),
             "routed": dict(self._router.sessions.routed),
             "handovers": dict(self._router.sessions.handovers),
             "audits": dict(self._router.audits.counts),

@@ -78,7 +78,7 @@ def _add(pools: Table, name: str, bounds: tuple[int, int], replicas: Inspected, 
     pools.add_row(name, str(len(replicas)), f"{bounds[0]} to {bounds[1]}", str(decision.desired), decision.why)
 
 
-REMEDIES = ("resynced", "replaced", "non_speculative", "given up")
+RECOVERY_STEPS = ("resynced", "replaced", "non_speculative", "given up")
 POSITIONS = 6  # number of block positions shown
 
 
@@ -94,17 +94,17 @@ def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
     return result
 
 
-def remedies_table(routers: Sequence[Mapping[str, Any]]) -> Table:
+def recoveries_table(routers: Sequence[Mapping[str, Any]]) -> Table:
     """Tabulates the routers' actions against drafters with low acceptance.
 
     Remedies count sessions, except "given up", which counts events of the drafter.
     """
-    result = table("Remedies for poor blocks", "drafter", *REMEDIES)
+    result = table("Remedies for poor blocks", "drafter", *RECOVERY_STEPS)
     counts: Counter[tuple[str, str]] = Counter()
     for one in routers:
         counts.update(one["remedies"])
     for drafter in sorted({drafter for drafter, _ in counts}):
-        result.add_row(drafter, *(str(counts[drafter, remedy]) for remedy in REMEDIES))
+        result.add_row(drafter, *(str(counts[drafter, step]) for step in RECOVERY_STEPS))
     return result
 
 
@@ -266,7 +266,7 @@ def _counted(application: str) -> Group | str:
         targets_table(targets),
         drafters_table(drafters),
         replicas_table(targets, drafters),
-        remedies_table(routers),
+        recoveries_table(routers),
         handovers_table(routers),
         acceptance_table(targets, drafters),
         audits_table(routers),

@@ -181,26 +181,25 @@ def check_tensors_match(
     if not (missing or surplus or misshapen):
         return
     problems = []
-    remedies = []
+    fixes = []
     if missing:
         problems.append(f"missing: {_listed(missing)}")
-        remedies.append("fetch or convert the checkpoint again")
+        fixes.append("fetch or convert the checkpoint again")
     if misshapen:
         name, (stored, expected) = min(misshapen.items())
         problems.append(f"of another shape: {name} is {stored}, not {expected} ({len(misshapen)})")
-        remedies.append(f"correct the sizes in {CONFIG}")
+        fixes.append(f"correct the sizes in {CONFIG}")
     if surplus:
         problems.append(f"not part of the model: {_listed(surplus)}")
         if any("lora_" in name for name in surplus):
-            remedies.append("merge the adapter with peft's merge_and_unload()")
+            fixes.append("merge the adapter with peft's merge_and_unload()")
         elif any(SCALES.search(name) for name in surplus):
-            remedies.append(f"restore the quantization_config in {CONFIG} that these scales belong to")
+            fixes.append(f"restore the quantization_config in {CONFIG} that these scales belong to")
         else:
-            remedies.append(f"correct {CONFIG}, or save the checkpoint without them")
-    remedy = remedies[0] if len(remedies) == 1 else f"correct {CONFIG}, or fetch the checkpoint that belongs to it"
+            fixes.append(f"correct {CONFIG}, or save the checkpoint without them")
+    fix = fixes[0] if len(fixes) == 1 else f"correct {CONFIG}, or fetch the checkpoint that belongs to it"
     raise ModelError(
-        f"{folder} does not hold the {type(model).__name__} that its {CONFIG} describes: {'; '.join(problems)};"
-        f" {remedy}"
+        f"{folder} does not hold the {type(model).__name__} that its {CONFIG} describes: {'; '.join(problems)}; {fix}"
     )
 
 

@@ -362,7 +362,7 @@ class SessionRouter(Generic[F]):
     def __init__(self, router: str, target_wait_s: float, prefixes: PrefixOptions = DEFAULT_PREFIX_OPTIONS) -> None:
         self.targets = Peers(router)
         self.drafters = Peers(router)
-        self.remedies = RecoveryLog()  # recovery from bad drafters
+        self.recoveries = RecoveryLog()  # recovery from bad drafters
         self.locality = Locality()
         self._choice = TargetChoice(self.targets, prefixes)
         self.routed = self._choice.routed  # session counts by reason for the target's choice
@@ -572,7 +572,7 @@ class SessionRouter(Generic[F]):
         drafter = complaint.drafter
         alternative = self._choose_drafter(assignment.session, now, avoid=drafter)
         recovery = next_recovery_step(complaint.collapse, assignment.was_replaced, alternative is not None)
-        self.remedies.record(complaint, recovery)
+        self.recoveries.record(complaint, recovery)
         if recovery is RecoveryStep.RESYNCED:
             return  # the target has already sent the drafter a Resync
         assignment.was_replaced = True
@@ -581,7 +581,7 @@ class SessionRouter(Generic[F]):
         if alternative is not None and assignment.session.wants_drafter:
             self._assign_drafter(assignment, alternative, now)
         if self.breakers.collapsed(drafter, now):
-            self.remedies.given_up(drafter)
+            self.recoveries.given_up(drafter)
             self._move_sessions_off(drafter, now)
 
     def _leaves(self, peer: str, now: float) -> None:

@@ -63,17 +63,17 @@ class Metrics:
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        remedies: Counts = dict,
+        recoveries: Counts = dict,
         handovers: Counts = dict,
         model: str = "",
     ) -> None:
-        """`remedies` counts recovery steps by drafter and step, `handovers` counts moved sessions by pool and cause."""
+        """`recoveries` counts recovery steps by drafter and step; `handovers` moved sessions by pool and cause."""
         self.registry = registry = CollectorRegistry()
         self._vllm_names = VllmNames(registry, model)
         self._versions = PromptVersions()
         registry.register(self._versions)
         text = "Recovery steps for drafters with poor blocks"
-        registry.register(CountsCollector("slipstream_drafter_remedies", text, ("drafter", "remedy"), remedies))
+        registry.register(CountsCollector("slipstream_drafter_remedies", text, ("drafter", "remedy"), recoveries))
         text = "Sessions moved to another replica, by the pool they left and the cause (planned or lost)"
         registry.register(CountsCollector("slipstream_handovers", text, ("pool", "cause"), handovers))
         self._clock = clock

@@ -163,7 +163,7 @@ def test_a_prompted_key_is_used_for_later_requests(page: Any, front: Front) -> N
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_stands_out_from_what_is_behind_it(page: Any, front: Front, scheme: str) -> None:
+def test_all_text_contrasts_with_its_background(page: Any, front: Front, scheme: str) -> None:
     """WCAG 2.2 level AA requires a contrast ratio of 4.5 to 1 for text."""
     page.emulate_media(color_scheme=scheme)
     answered(front)

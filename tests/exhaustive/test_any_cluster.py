@@ -149,7 +149,7 @@ def test_models_that_do_not_fit_are_refused_before_anything_starts(cluster: Clus
         assert not is_running()
 
 
-def test_up_changes_what_is_up_and_down_leaves_nothing(cluster: Cluster, config_file: Path) -> None:
+def test_up_updates_a_deployment_and_down_removes_it(cluster: Cluster, config_file: Path) -> None:
     put_up = slipstream(cluster, "up", config_file)
     assert put_up.returncode == 0, put_up.stderr
     assert put_up.stdout == f"Slipstream is up: {url_of(config_file)}/v1 (model tiny)\n"

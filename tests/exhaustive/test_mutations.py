@@ -34,7 +34,7 @@ GROWTH_BYTES = 16 << 20
     [(TO_TARGET, at_target), (TO_DRAFTER, at_drafter), (TO_ROUTER, at_router)],
     ids=["target", "drafter", "router"],
 )
-def test_mutated_frames_cost_nobody_else_anything(frames: dict[type, str], service: Callable[[Sequence[Sent]], None]):
+def test_mutated_frames_do_not_affect_other_peers(frames: dict[type, str], service: Callable[[Sequence[Sent]], None]):
     process = psutil.Process()
     used: list[int] = []
     for run in range(RUNS):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.status import remedies_table
+from serve_app.status import recoveries_table
 from tests.exhaustive.noisy_deployment import MARK
 from tests.integration.serving import Reference, Served, built_by, demo_served
 
@@ -48,7 +48,7 @@ def test_a_drafter_that_turns_to_noise_is_resynchronised_replaced_and_left_out(s
     assert not [step for drafter, step in steps if drafter != noisy], "the other drafter is as good as ever"
     for prompt, text in answers.items():
         reference.assert_greedy(prompt, ANSWER, text)
-    assert noisy in list(remedies_table([router]).columns[0].cells)
+    assert noisy in list(recoveries_table([router]).columns[0].cells)
 
 
 def ask_all(served: Served, prompts: Sequence[str]) -> dict[str, str]:

@@ -177,7 +177,7 @@ def test_a_late_block_is_sent_if_the_target_went_on():
     """)
 
 
-def test_without_drafting_ahead_a_block_is_drafted_although_the_target_goes_on():
+def test_without_lookahead_a_block_is_drafted_after_the_target_has_continued():
     Drafter(draft_ahead=False).run("""
         router#1: Open s 1,2 -> t1 <- Attach s 1,2
         draft -> s 1,2 max_tokens=4

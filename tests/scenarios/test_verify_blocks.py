@@ -47,7 +47,7 @@ def test_a_session_without_a_drafter_is_decoded_without_speculation_from_its_fir
     ],
     ids=["all", "some", "none"],
 )
-def test_after_a_block_the_next_row_feeds_only_what_the_cache_lacks(transcript):
+def test_after_a_block_the_next_row_feeds_only_uncached_tokens(transcript):
     """After a rejection the cache holds wrong tokens, after full acceptance one too few; both feed from there."""
     Target().run(transcript)
 

@@ -47,7 +47,7 @@ def test_texts_equal_the_own_engines_for_any_blocks(
 
 
 @pytest.mark.parametrize("name", ["greedy", "grammar"])
-def test_a_block_after_the_one_token_left_of_a_prompt_is_verified_whole_or_waits(
+def test_a_block_after_the_last_prompt_token_is_verified_whole_or_waits(
     core: object, tiny_llama: Path, name: str
 ) -> None:
     """The first step feeds all but one token of the prompt, and a right block for the next position already exists."""

@@ -442,11 +442,11 @@ class SimulatedRouter:
         return self._assignments.given_up.total()
 
     @property
-    def remedies(self) -> Counter[str]:
+    def recoveries(self) -> Counter[str]:
         """Returns the number of remedies for drafters with poor blocks, by name."""
         counts: Counter[str] = Counter()
-        for (_, remedy), count in self._assignments.remedies.counts.items():
-            counts[f"bad: {remedy.value}"] += count
+        for (_, step), count in self._assignments.recoveries.counts.items():
+            counts[f"bad: {step.value}"] += count
         return counts
 
     def generate(self, session: Session) -> None:

@@ -429,7 +429,7 @@ class World:
         span = max((assignment.ended_s or 0.0 for assignment in self.over), default=0.0) or 1.0
         causes = sum((target.scheduler.counts.dropped for target in self.targets), Counter[str]())
         causes["silent"] = sum(router.silent_drafters for router in self.routers)
-        causes += sum((router.remedies for router in self.routers), Counter[str]())
+        causes += sum((router.recoveries for router in self.routers), Counter[str]())
         return SimulationReport(
             sessions=len(assignments),
             failed=len(self.over) - len(assignments),

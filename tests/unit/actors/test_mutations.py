@@ -31,7 +31,7 @@ SERVICES = pytest.mark.parametrize(
 
 
 @SERVICES
-def test_mutated_frames_cost_nobody_else_anything(frames: dict[type, str], service: Callable[[Sequence[Sent]], None]):
+def test_mutated_frames_do_not_affect_other_peers(frames: dict[type, str], service: Callable[[Sequence[Sent]], None]):
     @settings(max_examples=150)
     @given(st.lists(mutated(tuple(frames)), min_size=FRAMES, max_size=FRAMES))
     def check(sent: list[Sent]) -> None:

@@ -82,7 +82,7 @@ async def test_a_pass_that_waits_for_a_core_is_not_stuck_and_one_that_computes_f
         assert drafter.stuck_s == worked.now
 
 
-async def test_a_later_pass_has_a_multiple_of_what_passes_were_measured_to_take():
+async def test_a_later_pass_is_limited_to_a_multiple_of_the_measured_duration():
     clock = Clock()
     method = HangingMethod()
     async with hanging(method, clock) as (drafter, _):

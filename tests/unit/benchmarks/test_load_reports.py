@@ -18,7 +18,7 @@ def written(path: Path, data: dict[str, Any]) -> Path:
     return path
 
 
-def test_vllm_counts_what_was_completed(tmp_path: Path) -> None:
+def test_vllm_counts_completed_requests(tmp_path: Path) -> None:
     report = written(tmp_path / "vllm-chat-4.json", {"num_prompts": 8, "completed": 5})
     assert reports.of_vllm(report) == [Requests("vllm-chat-4", 5, 3)]
 

@@ -183,7 +183,7 @@ def test_options_of_a_method_that_is_not_used_are_refused(draft, named):
 
 
 @pytest.mark.parametrize(("old", "replacement"), MOVED_KEYS.items())
-def test_a_key_of_an_earlier_release_is_refused_with_what_became_of_it(tmp_path, old, replacement):
+def test_a_removed_key_is_refused_with_its_replacement(tmp_path, old, replacement):
     """The key may come from the file, the environment or the command line."""
     section, key = old.split(".")
     variable = f"SLIPSTREAM__{section.upper()}__{key.upper()}"

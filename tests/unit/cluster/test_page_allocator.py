@@ -272,7 +272,7 @@ def test_a_wholly_rewritten_page_is_replaced_without_a_copy():
 # ------------------------------------------------------------ eviction
 
 
-def test_the_least_recently_used_goes_first_and_a_hit_counts_as_use():
+def test_the_least_recently_used_is_evicted_first_and_a_hit_counts_as_use():
     allocator = a_book(pages=3)
     prompts = {name: (token,) * SIZE for token, name in enumerate("abc")}
     for name, prompt in prompts.items():

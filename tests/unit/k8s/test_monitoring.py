@@ -53,7 +53,7 @@ def published() -> dict[str, set[str]]:
     """Returns the labels of every metric of Slipstream's processes, by its name in Prometheus."""
     found = {f"ray_{family}_total": {*LABELS.get(family, CAUSE_LABEL)} | SERVE_LABELS for family in HELP}
     metrics = Metrics(
-        remedies=lambda: {("drafter", "non_speculative"): 1}, handovers=lambda: {("target", "planned"): 1}
+        recoveries=lambda: {("drafter", "non_speculative"): 1}, handovers=lambda: {("target", "planned"): 1}
     )
     metrics.committed(CommittedTokens((1, 2), 1, 2), 0.1, first=True)
     with metrics.request("chat") as record:

@@ -22,7 +22,7 @@ def test_every_prefix_hash_is_the_one_before_grown_by_a_token(key, tokens):
 
 
 @given(KEYS, TOKENS, TOKENS)
-def test_the_hash_does_not_depend_on_how_tokens_came_in(key, first, second):
+def test_the_hash_does_not_depend_on_how_tokens_were_added(key, first, second):
     """A verdict of five tokens and five verdicts of one must address the same history."""
     at_once = Prefix(key, first + second)
     in_parts = Prefix(key, first)

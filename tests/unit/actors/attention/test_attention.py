@@ -125,7 +125,7 @@ def plain_tree_attention(
 
 @pytest.mark.parametrize("window", [None, 1, 2, 4])
 @pytest.mark.parametrize("name", ["gathered", "flashinfer", "flex"])
-def test_a_node_of_a_tree_sees_its_path_and_what_is_before_the_tree(name, window):
+def test_a_tree_node_attends_to_its_path_and_the_tokens_before_the_tree(name, window):
     """The test compares with separate paths, next to other rows and across page boundaries."""
     backend = BACKENDS[name]()
     for seed in range(6):
@@ -176,7 +176,7 @@ def test_nothing_of_another_sessions_memory_reaches_a_row_not_even_nan():
     torch.testing.assert_close(found, torch.cat([plain_attention(query[part], new[part]) for part in parts]))
 
 
-def test_rows_are_grouped_so_that_padding_at_most_doubles_what_is_long():
+def test_rows_are_grouped_so_that_padding_at_most_doubles_long_ones():
     cache = a_cache(pages=1024)
     pages = tuple(range(1024))
     short = [(1, 30), (5, 40), (8, 60)]

@@ -211,7 +211,7 @@ def test_flex_kernels_are_compiled_before_serving(monkeypatch):
     assert built.frame_count == before
 
 
-def test_gathered_on_a_gpu_is_a_fallback_that_names_what_is_missing():
+def test_gathering_on_a_gpu_is_a_fallback_that_names_the_missing_library():
     own = TriedBackend("gathered", 3.0)
     missing = TriedBackend("flashinfer", None, "ImportError: no such library")
     slower = TriedBackend("flex", 4.0)

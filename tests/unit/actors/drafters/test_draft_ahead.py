@@ -297,7 +297,7 @@ class InterruptedRunner(PrefixRunner):
 
 @RULES
 @pytest.mark.parametrize("forwards", range(4))
-def test_a_forward_that_was_given_up_leaves_nothing(acceptance, sampling, forwards):
+def test_an_interrupted_forward_leaves_nothing(acceptance, sampling, forwards):
     """Earlier drafts stay, and later requests give the same blocks as without the interruption."""
     want = wanted_block(PREFIX, sampling=sampling, acceptance=acceptance)
     method = a_method(InterruptedRunner(scale=1.0))
@@ -347,7 +347,7 @@ def test_a_pool_too_small_for_all_branches_gives_fewer_blocks_and_no_wrong_ones(
     assert method.is_idle
 
 
-def test_a_session_whose_pages_went_to_others_is_not_drafted_ahead_for():
+def test_a_session_that_lost_its_pages_gets_no_lookahead():
     """The choices for its block remain, but its tokens are no longer cached."""
     method = new_method(pages=3)
     wants = [wanted_block((9,) * 9, 2, session="other"), wanted_block((1, 2, 3, 4, 5), 2, session="lost")]

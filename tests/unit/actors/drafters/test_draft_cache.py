@@ -111,7 +111,7 @@ def test_a_feed_that_finds_no_room_leaves_its_branch_as_it_was():
     assert harness.feed(branch, 4, 5)
 
 
-def test_published_pages_serve_sessions_that_begin_alike_even_when_their_owner_is_gone():
+def test_published_pages_serve_sessions_with_equal_prefixes_after_their_owner_closes():
     harness = CacheHarness()
     tokens = tuple(range(10))
     branch = harness.opened("s", tokens)

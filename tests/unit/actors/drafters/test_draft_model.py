@@ -39,7 +39,7 @@ ACCEPTANCES = pytest.mark.parametrize("acceptance", list(Acceptance))
 # ---------------------------------------------------------------- the cache
 
 
-def test_after_a_verdict_only_what_is_new_is_fed():
+def test_after_a_verdict_only_new_tokens_are_fed():
     """One token is fed after a rejection, and two after full acceptance, because the last draft token was not fed."""
     runner = SpyRunner()
     method = a_method(runner)

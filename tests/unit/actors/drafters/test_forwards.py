@@ -50,7 +50,7 @@ def test_a_block_takes_a_forward_for_each_group_of_its_tokens(length, forwards):
     assert len(runner.fed) == forwards
 
 
-def test_masks_are_fed_for_what_is_still_missing_and_forgotten_after():
+def test_masks_are_fed_for_missing_tokens_and_then_dropped():
     """Tokens predicted by masks have not been fed, so the next forward pass feeds them."""
     runner = MaskRunner()
     method = a_method(runner, masks=3)
@@ -144,7 +144,7 @@ def test_a_reduced_head_keeps_the_logits_in_id_order(tied: bool) -> None:
 
 
 @torch.inference_mode()
-def test_a_bias_goes_with_its_tokens() -> None:
+def test_a_bias_moves_with_its_tokens() -> None:
     model = a_model(tied=False)
     ids = torch.tensor([3, 7])
     model.set_output_embeddings(nn.Linear(8, 16, bias=True))

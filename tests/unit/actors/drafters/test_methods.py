@@ -477,7 +477,7 @@ def test_an_interruption_leaves_the_beginnings_of_blocks_and_no_trace(
 
 
 @of(*CACHED)
-def test_a_session_whose_pages_went_to_another_is_drafted_for_the_same(kind: Kind) -> None:
+def test_a_session_that_lost_its_pages_is_drafted_for_equally(kind: Kind) -> None:
     wants = {name: wanted_block(kind.text[at:], 2, name) for at, name in enumerate("ab")}
     assert sum(len(want.tokens) for want in wants.values()) > kind.tight * PAGE_SIZE - 4, "one of them must go"
     drafter = Drafter(kind, pages=kind.tight).open(*wants.values())
@@ -537,7 +537,7 @@ def test_a_session_waits_for_the_states_that_its_head_reads(kind: Kind, missing:
 
 
 @of("ngram", "suffix", "medusa", "mlp_speculator", "dflash")
-def test_a_target_that_does_not_wait_gets_an_empty_answer_where_there_is_nothing(kind: Kind) -> None:
+def test_a_non_waiting_target_gets_an_empty_answer_without_a_block(kind: Kind) -> None:
     """Otherwise the target would consider the drafter silent, unless it is verifying a block."""
     want = wanted_block((1, 2, 3, 4))
     method = kind.make()

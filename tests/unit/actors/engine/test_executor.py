@@ -147,7 +147,7 @@ def test_a_session_may_be_closed_and_opened_again_in_one_step():
     assert executor.step(StepPlan(("a",), (an_open("a", attempt=2),), (row,))) == [Outcome("a", (), NEXT[3])]
 
 
-def test_a_row_beyond_what_is_known_of_its_session_raises():
+def test_a_row_beyond_its_sessions_tokens_raises():
     executor = an_executor()
     with pytest.raises(AssertionError, match="beyond what is cached"):
         executor.step(StepPlan((), (an_open("a", tokens=(1, 2)),), (a_row("a", (1,), 3),)))

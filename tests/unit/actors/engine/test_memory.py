@@ -36,13 +36,13 @@ def test_heads_of_a_size_of_their_own_and_models_without_shared_ones_are_counted
     assert page_bytes(gpt, page_size=1) == 2 * 2 * 4 * 8 * 4
 
 
-def test_memory_given_is_memory_used():
+def test_configured_memory_is_used():
     cache = CacheConfig(page_size=8, gib=0.5)
     assert page_count(cache, GIB // 64, sessions=1, context=8, device=CPU) == 32
 
 
 @pytest.mark.parametrize(("free", "pages"), [(1000, 30), (50, 25), (20, 10)], ids=["enough", "half", "barely"])
-def test_memory_not_given_is_what_the_sessions_need_or_else_half_of_what_is_free(monkeypatch, free, pages):
+def test_default_memory_is_the_sessions_need_or_half_the_free_memory(monkeypatch, free, pages):
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     assert page_count(CacheConfig(page_size=8), 1, sessions=3, context=80, device=CPU) == pages
 
@@ -66,7 +66,7 @@ def test_a_process_leaves_the_gpu_share_of_others(monkeypatch, share, free, ours
 
 
 @pytest.mark.parametrize("gib", [9.5 / 1024, None], ids=["given", "free"])
-def test_too_little_for_one_session_is_refused_with_what_is_needed(monkeypatch, gib):
+def test_too_little_memory_for_one_session_is_refused_with_the_required_size(monkeypatch, gib):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 19 * GIB // 1024)
     with pytest.raises(ModelError, match=r"72 tokens, but a session may have 80: give the cache at least 0\.01 GiB"):
         page_count(CacheConfig(page_size=8, gib=gib), GIB // 1024, sessions=4, context=80, device=CPU)

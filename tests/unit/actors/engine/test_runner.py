@@ -135,7 +135,7 @@ def test_a_rollback_leaves_no_trace(plain):
     check(plain, [row(table, other, 0, 3)], [other])
 
 
-def test_a_tree_gives_what_each_of_its_paths_would_give_and_the_path_that_is_kept_leaves_no_other_trace(plain):
+def test_a_tree_equals_its_separate_paths_and_leaves_only_the_accepted_one(plain):
     """Random trees run next to another row; the accepted path moves into place, and the text continues."""
     for seed in range(4):
         tree = grown(Random(seed), 7, 50)
@@ -158,7 +158,7 @@ def test_a_tree_gives_what_each_of_its_paths_would_give_and_the_path_that_is_kep
         check(plain, [row(at, further, len(text), 3)], [text + further], moves=moves)
 
 
-def test_a_forward_that_nobody_wants_any_more_is_given_up_at_the_next_layer(plain):
+def test_an_obsolete_forward_stops_at_the_next_layer(plain):
     """Later rows overwrite its cached tokens."""
     wrong = tokens_of(8, 12)
     right = tokens_of(9, 9)

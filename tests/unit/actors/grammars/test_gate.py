@@ -52,7 +52,7 @@ class Target:
 REQUEST = opened(grammar="g")
 
 
-async def test_a_session_comes_to_its_target_when_its_grammar_is_compiled():
+async def test_a_session_is_admitted_once_its_grammar_is_compiled():
     target = Target()
     assert target.intercept("r", REQUEST)
     await asyncio.sleep(0)
@@ -70,7 +70,7 @@ async def test_sessions_without_grammars_pass_at_once():
     assert target.gate.is_empty
 
 
-async def test_a_grammar_that_cannot_be_kept_to_refuses_its_session_alone():
+async def test_a_failed_grammar_refuses_only_its_session():
     target = Target()
     other = replace(REQUEST, session="other", grammar="good")
     assert target.intercept("r", REQUEST)
@@ -81,7 +81,7 @@ async def test_a_grammar_that_cannot_be_kept_to_refuses_its_session_alone():
     assert target.admitted == [("r", other)]
 
 
-async def test_a_session_that_is_closed_or_whose_stream_broke_meanwhile_never_comes():
+async def test_a_session_lost_during_compilation_is_never_admitted():
     target = Target()
     for name in ("closed", "gone"):
         assert target.intercept(name, replace(REQUEST, session=name))
@@ -149,7 +149,7 @@ async def test_another_router_closes_no_held_session():
     assert target.admitted == [("r", REQUEST)]
 
 
-async def test_a_session_that_has_passed_is_held_for_its_own_router_alone():
+async def test_an_admitted_session_is_held_only_for_its_own_router():
     """The target refuses another router's Open; holding it would block the session's own router."""
     target = Target()
     target.routers["s"] = "r"
@@ -194,7 +194,7 @@ async def test_held_sessions_are_limited_by_the_queue():
     assert [(request.session, request.attempt) for _, request in target.admitted] == [("a", 1), ("b", 1), ("c", 2)]
 
 
-async def test_a_session_that_was_dropped_never_passes_though_its_compiling_goes_on():
+async def test_a_dropped_session_is_never_admitted_even_if_its_grammar_compiles():
     """An engine may finish an obsolete grammar while another attempt is held."""
     target = Target()
 
@@ -215,7 +215,7 @@ async def test_a_session_that_was_dropped_never_passes_though_its_compiling_goes
     assert target.admitted == [("r", later)]
 
 
-async def test_a_replica_has_one_owner_for_a_session_that_is_held_and_once_it_has_passed():
+async def test_a_session_has_one_owner_while_held_and_after_admission():
     """The session's router reconnects during compilation; a stranger requests the session before and after."""
     target = Target()
     limits = VerificationLimits(50, max_context=1000, max_sessions=4, max_step_tokens=64, max_queued=1)

@@ -102,7 +102,7 @@ def texts_of(language: list[str], rng: random.Random, count: int) -> list[list[i
 
 
 @pytest.mark.parametrize("pattern", LANGUAGES)
-def test_masks_are_what_trying_every_word_gives_along_a_text_and_every_path_of_a_draft(pattern):
+def test_masks_equal_an_exhaustive_check_along_a_text_and_all_draft_paths(pattern):
     """The draft leaves the text's position unchanged."""
     language = LANGUAGES[pattern]
     rng = random.Random(2)
@@ -185,7 +185,7 @@ def test_the_grammar_decides_if_other_rules_exclude_every_token():
     assert found[0] == found[2] == 0
 
 
-def test_bits_are_unpacked_to_as_many_tokens_as_there_are():
+def test_bits_are_unpacked_up_to_the_vocabulary_size():
     for width in (1, 8, 9, 31, 33, 100):
         allowed = torch.rand(3, width, generator=torch.Generator().manual_seed(width)) < 0.5
         masks = [

@@ -126,7 +126,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
         ExampleStore(tmp_path / "file", 1000, DAY_S)
 
 
-def test_a_writer_keeps_what_it_was_offered_and_counts_what_it_could_not_keep(tmp_path):
+def test_a_writer_stores_offered_examples_and_counts_dropped_ones(tmp_path):
     writer = ExampleWriter(lambda: ExampleStore(tmp_path, 1000, DAY_S), "target")
     for seed in range(3):
         writer.offer(an_example(seed))

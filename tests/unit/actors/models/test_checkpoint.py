@@ -210,7 +210,7 @@ def test_masks_that_old_checkpoints_of_gpt2_store_are_left_out(tmp_path):
     assert same_weights(load_model(tmp_path, "float32", CPU), model)
 
 
-def test_experts_that_are_stacked_while_loading_must_all_be_there(tmp_path):
+def test_experts_stacked_while_loading_must_be_complete(tmp_path):
     """Only the weights show the number of experts in the stack."""
     check_files(an_moe(tmp_path), with_weights=True)
     load_model(tmp_path, "float32", CPU)
@@ -262,7 +262,7 @@ def test_a_broken_index_is_named(tmp_path, files, problem, ranks):
     refused(tmp_path, problem, ranks=ranks)
 
 
-def test_an_index_alone_shows_what_is_missing(tmp_path):
+def test_an_index_alone_shows_missing_tensors(tmp_path):
     """The error precedes any download of weights."""
     tensors = load_file(a_llama(tmp_path) / "model.safetensors")
     sharded(tmp_path, {}, dict.fromkeys(tensors, "a.safetensors"))
@@ -484,7 +484,7 @@ def test_ranks_must_divide_both_kinds_of_heads_and_the_mlp(tmp_path, heads, kv_h
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [LlamaConfig, Gemma2Config])  # Gemma has one more buffer than rotary positions
-def test_weights_read_directly_are_what_transformers_reads(tmp_path, kind, tied, dtype):
+def test_directly_read_weights_equal_those_of_transformers(tmp_path, kind, tied, dtype):
     model = AutoModelForCausalLM.from_config(
         kind(**a_config(tie_word_embeddings=tied).to_diff_dict() | {"head_dim": 4})
     )
@@ -541,7 +541,7 @@ def test_a_report_counts_what_a_rank_holds(tmp_path):
     assert half.seconds > 0
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
+def test_an_absent_model_folder_is_named(tmp_path):
     assert local_folder(str(tmp_path)) == tmp_path
     with pytest.raises(ModelError, match=r"no model folder .*absent"):
         local_folder(str(tmp_path / "absent"))

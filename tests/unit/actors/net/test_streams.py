@@ -24,7 +24,7 @@ async def frames(outbox: Outbox, count: int) -> list[list[Message]]:
     return [await outbox.take() for _ in range(count)]
 
 
-async def test_a_frame_of_states_is_small_so_that_other_streams_get_their_turn():
+async def test_frames_of_states_are_small_enough_for_other_streams():
     """Two halves with their overhead exceed a frame."""
     outbox = StatesOutbox()
     for _ in range(3):

@@ -132,7 +132,7 @@ def a_block(sampling: Sampling, rule: Acceptance = Acceptance.COUPLED, draft: tu
     return PendingBlock(rule, sampling, DraftTree.chain(draft), None, DrawAddress(1, 0, 3))
 
 
-def test_all_that_a_step_decides_comes_to_the_host_in_one_copy():
+def test_all_decisions_of_a_step_reach_the_host_in_one_copy():
     """The host waits for the device once, regardless of the requests in the step."""
     copies = 0
 

@@ -111,7 +111,7 @@ LIKE_TRANSFORMERS: dict[str, Any] = {  # Open changes and transformers' processo
 
 @pytest.mark.parametrize("name", LIKE_TRANSFORMERS)
 @given(PROMPT, TEXT, TREE, st.data())
-def test_a_processor_does_what_that_of_transformers_does(name, prompt, generated, tree, data):
+def test_a_processor_equals_that_of_transformers(name, prompt, generated, tree, data):
     parameters, changes, processor = LIKE_TRANSFORMERS[name]
     drawn = data.draw(parameters)
     logits = some_logits(len(tree) + 1)

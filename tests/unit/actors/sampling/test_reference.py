@@ -174,7 +174,7 @@ def test_a_token_that_the_target_excludes_is_rejected_and_never_recovered():
         assert new in {0, 1}
 
 
-def test_a_token_that_the_target_holds_likelier_than_the_drafter_always_stands():
+def test_a_token_likelier_under_the_target_is_always_accepted():
     logits = log_probs([0.5, 0.5], [0.5, 0.5])
     for seed in range(200):
         assert accept_chain(REJECTION, False, logits, (1,), sparse({0: 1, 1: 1}), at(seed))[0] == 1
@@ -293,7 +293,7 @@ def test_tokens_after_a_node_use_the_noise_of_their_position():
             assert own[1 + node] == draw_chain(alone, at(seed))[-1]
 
 
-def test_a_tree_decides_what_the_chain_of_its_right_path_does():
+def test_a_tree_decides_like_the_chain_of_its_accepted_path():
     """Other nodes have no effect: right tokens are accepted anywhere in the tree, and no others."""
     logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(4))
     for seed in range(20):

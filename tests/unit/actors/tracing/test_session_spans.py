@@ -117,7 +117,7 @@ def test_a_session_continues_after_another_peers_refusal() -> None:
     assert not traced.ended
 
 
-def test_a_stream_that_breaks_ends_what_was_opened_over_it() -> None:
+def test_a_broken_stream_ends_the_spans_of_its_sessions() -> None:
     traced = Traced()
     traced.opened("s", peer="router#1")
     traced.opened("t", peer="router#2")

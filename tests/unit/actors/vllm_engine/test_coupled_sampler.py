@@ -53,7 +53,7 @@ def test_a_block_equals_that_of_the_own_engine():
     assert block == PendingBlock(Acceptance.COUPLED, PLAIN.sampling, DraftTree.chain((6, 7)), None, address)
 
 
-def test_only_what_is_new_is_looked_at_and_only_where_a_rule_needs_it():
+def test_only_new_tokens_are_examined_and_only_for_rules_that_need_them():
     """The client's prompt ends at 3; penalties count the next token, which was committed elsewhere."""
     asked: list[tuple[int, int]] = []
     session = SessionDraws.of(PENALISED, PROCESSOR_FACTORIES)
@@ -134,7 +134,7 @@ def test_a_draft_is_fed_at_the_end_of_the_text_or_not_at_all() -> None:
 STATEFUL = Row("a", (5, 8, 9), 4, decide=True, pages=(0, 1), draft=DRAFT, state_slots=(2, 3, 4, 5, 6))
 
 
-def test_states_are_wanted_of_what_was_fed() -> None:
+def test_states_are_read_for_fed_tokens() -> None:
     assert fed_row(STATEFUL, DECIDED, start=4, scheduled=3, drafted=2) == STATEFUL
     cut = fed_row(STATEFUL, DECIDED, start=3, scheduled=3, drafted=1)
     assert (cut.state_slots, cut.states_from, cut.states_along((0,))) == ((2, 3, 4, 5), 2, [2, 3, 4, 5])
@@ -157,6 +157,6 @@ def test_an_impossible_token_count_is_a_fault(sampled: list[int]) -> None:
         outcome_of(PLANNED, sampled)
 
 
-def test_tokens_that_nobody_drafted_do_not_stand() -> None:
+def test_accepted_tokens_must_have_been_drafted() -> None:
     with pytest.raises(AssertionError, match="not drafted"):
         outcome_of(PLANNED, [7, 7])

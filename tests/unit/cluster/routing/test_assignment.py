@@ -91,7 +91,7 @@ class RouterHarness:
 
     def steps(self) -> dict[tuple[str, str], int]:
         """Returns the recovery steps taken against bad drafters."""
-        return self.assignments.remedies.by_step()
+        return self.assignments.recoveries.by_step()
 
     def note(self, ready: Ready[Assignment]) -> None:
         for assignment, event in ready.events:

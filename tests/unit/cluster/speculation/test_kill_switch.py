@@ -119,7 +119,7 @@ def test_each_load_has_its_own_record():
 # ---------------------------------------------------------------- trials of single sessions
 
 
-def test_few_steps_have_a_trial_however_many_sessions_there_are():
+def test_few_steps_have_a_trial_at_any_number_of_sessions():
     """A trial delays all sessions, so the limit counts steps: 1 % of rounds is every third step of 32 sessions."""
     steps = 10_000
     trials = {}

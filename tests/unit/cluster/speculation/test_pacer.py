@@ -32,7 +32,7 @@ def rejected(pacer: SpeculationController, sessions: int = 1) -> list[SessionSta
 
 
 @pytest.mark.parametrize("count", [1, 50])
-def test_drafts_that_do_not_pay_are_tried_in_few_steps_however_many_sessions_there_are(count):
+def test_unprofitable_drafts_are_tried_in_few_steps_at_any_number_of_sessions(count):
     """All sessions pay for a trial."""
     pacer = a_pacer()
     sessions = rejected(pacer, count)

@@ -84,7 +84,7 @@ def test_the_backlog_is_the_remaining_time_of_prompts() -> None:
     assert report(harness).backlog_s == pytest.approx(0.06)
 
 
-def test_an_undrafted_session_keeps_wanting_drafts() -> None:
+def test_an_undrafted_session_keeps_requesting_drafts() -> None:
     """This uses the real policy; otherwise a pool without drafters would never recover."""
     harness = Target(pages=100)
     harness.scheduler = VerificationScheduler(replace(LIMITS, max_context=2000, pages=600))

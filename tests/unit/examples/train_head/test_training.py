@@ -138,7 +138,7 @@ def test_a_target_with_capped_logits_is_refused(tmp_path):
         target_parts(str(tmp_path))
 
 
-def test_stored_states_are_those_that_the_target_serves(shards):
+def test_stored_states_equal_those_that_the_target_sends(shards):
     """The test compares a deployed target's state rows, read from its pages, with the rows of a shard."""
     batch = one_text(shards)
     layout = StatesFormat(len(LAYERS) * HIDDEN, StateDtype.BFLOAT16)

@@ -51,7 +51,7 @@ def test_metrics_instances_are_independent() -> None:
 
 def test_remedies_are_read_at_each_exposition() -> None:
     remedies: dict[tuple[str, str], int] = {}
-    metrics = Metrics(remedies=lambda: remedies)
+    metrics = Metrics(recoveries=lambda: remedies)
     remedies["1.2.3.4:5", "given up"] = 2
     labels = {"drafter": "1.2.3.4:5", "remedy": "given up"}
     assert metrics.registry.get_sample_value("slipstream_drafter_remedies_total", labels) == 2

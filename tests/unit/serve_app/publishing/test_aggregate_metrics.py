@@ -26,7 +26,7 @@ def totals(text: bytes) -> dict[tuple[str, str], float]:
     }
 
 
-async def test_families_of_replicas_are_merged_without_those_that_fail() -> None:
+async def test_families_of_replicas_are_merged_without_failed_ones() -> None:
     async def routers() -> Sequence[Sequence[Metric]]:
         return [families("a", 1), families("b", 2)]
 

@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from cluster.draft_quality import AcceptanceStats, LoadCheck, kind_of
-from serve_app.status import acceptance_table, drafters_table, handovers_table, remedies_table
+from serve_app.status import acceptance_table, drafters_table, handovers_table, recoveries_table
 
 
 def rows(table: Table) -> list[tuple[str, ...]]:
@@ -36,7 +36,7 @@ def test_remedies_are_summed_over_routers():
         {"remedies": {("d", "resynced"): 2, ("d", "replaced"): 1}},
         {"remedies": {("d", "resynced"): 1, ("e", "given up"): 1}},
     ]
-    assert rows(remedies_table(routers)) == [("d", "3", "1", "0", "0"), ("e", "0", "0", "0", "1")]
+    assert rows(recoveries_table(routers)) == [("d", "3", "1", "0", "0"), ("e", "0", "0", "0", "1")]
 
 
 def test_acceptance_is_listed_by_kind_and_summed_over_targets():

@@ -88,7 +88,7 @@ def test_nonexistent_states_are_refused(config: dict[str, Any], layers: int, mes
         states_read(config, layers, 3)
 
 
-def test_the_states_themselves_can_be_given() -> None:
+def test_state_layers_can_be_configured_directly() -> None:
     given = EagleOverrides(states=(0, 1, 7))
     assert loaded(checkpoint("eagle3"), given).config.needs.layers == (0, 1, 7)
     for states in ((0, 1), (0, 1, 8)):

@@ -287,7 +287,7 @@ def test_a_token_beside_the_main_path_is_read_with_the_state_that_the_main_path_
     assert any(guess.outcome[:-1] in beside for guess in session.ahead(block.tree, shape=Shape.TREE))
 
 
-def test_after_an_interruption_reading_goes_on_from_where_it_was(name: str, fed: Fed) -> None:
+def test_reading_resumes_after_an_interruption(name: str, fed: Fed) -> None:
     _, whole = read_ahead(name)
     session = Session(name, max_tokens=BLOCK).given()
     block = session.draft()

@@ -86,7 +86,7 @@ def test_names_are_replaced_by_the_first_alias_that_fits():
         HeadFiles(Path("head"), {}, {"b": WEIGHT, "model.b": WEIGHT}).renamed([(r"model\.", "")])
 
 
-def test_a_tensor_that_is_not_there_or_has_another_shape_is_refused():
+def test_a_missing_or_misshapen_tensor_is_refused():
     files = HeadFiles(Path("head"), {}, {"a": WEIGHT})
     with pytest.raises(ModelError, match="head holds no tensor b; it holds a"):
         files.tensor("b")

@@ -153,7 +153,7 @@ def test_the_model_is_skipped_where_lookup_suffices(text: Any, changes: Any, exp
     assert model.sessions == []
 
 
-def test_ahead_blocks_for_the_same_outcome_are_merged_and_what_is_known_leaves_early() -> None:
+def test_lookahead_merges_blocks_of_equal_outcomes_and_sends_known_ones_early() -> None:
     reports: list[list[Proposal]] = []
     want = wanted_block(REPEATING, draft_tokens=8, shape=Shape.TREE).under(NO_TREE, max_tokens=3)
     found = propose(HybridDraft(NgramDraft(3, 2), Chanced()), [want], early=reports.append)

@@ -36,7 +36,7 @@ def searched(texts: list[list[int]], end: list[int], shortest: int, longest: int
 
 
 @given(TEXTS, st.lists(st.integers(0, 2), max_size=8), st.integers(1, 3), st.integers(0, 3))
-def test_it_finds_what_a_search_of_all_texts_finds(texts, end, shortest, more):
+def test_matches_equal_those_of_a_full_search(texts, end, shortest, more):
     index = SuffixIndex(shortest)
     for text in texts:
         index.add(text)
