@@ -348,7 +348,7 @@ class SpeculationController:
         """Forgets what earlier drafts gained once a newer version drafts, so that losses of theirs do not delay it."""
         if version > self._draft_version:
             self._draft_version = version
-            self._gate = KillSwitch()
+            self._kill_switch = KillSwitch()
             self._chances = Chances()
 
     def block_verified(self, requested: int, room: int, drafted: int, accepted: Sequence[int]) -> None:

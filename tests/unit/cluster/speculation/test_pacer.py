@@ -133,7 +133,7 @@ def test_a_newer_draft_is_tried_at_once_though_its_predecessor_lost():
     pacer.draft_attached(1)
     for _ in range(1000):
         is_on = pacer.decide(SessionStats(), 4, 4).tokens > 0
-        pacer.step_made(replace(DECODES, is_drafted_for=is_on), 4, 0.1, took_s=0.5 if is_on else 0.1)
+        pacer.record_step(replace(DECODES, is_drafted_for=is_on), 4, 0.1, took_s=0.5 if is_on else 0.1)
     assert not pacer.decide(SessionStats(), 4, 4).tokens
     pacer.draft_attached(1)
     pacer.draft_attached(0)
