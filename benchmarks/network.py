@@ -76,7 +76,7 @@ async def measure(
     async with ChatEndpoint.at(url) as endpoint:
         bench = Bench(endpoint, model, reference=None)
         for line in arguments.lines:
-            link.become(line)
+            link.set_line(line)
             plan = Plan(tuple(prompts), arguments.concurrency, arguments.tokens, arguments.rounds)
             await bench.run(Plan(tuple(prompts), arguments.concurrency, arguments.tokens), lambda: None)
             report = BenchReport.of(await bench.run(plan, lambda: None))

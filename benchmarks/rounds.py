@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import asdict, dataclass
@@ -133,9 +134,21 @@ def speedups(plan: Rounds, batches: Sequence[Batch]) -> list[Speedup]:
     return found
 
 
+def accepted_shares(batches: Sequence[Batch]) -> dict[tuple[str, int], float]:
+    """Returns the share of answer tokens that drafters proposed, by arm and concurrency; 0: nothing was drafted."""
+    accepted: Counter[tuple[str, int]] = Counter()
+    tokens: Counter[tuple[str, int]] = Counter()
+    for batch in batches:
+        accepted[batch.arm, batch.concurrency] += sum(answer.accepted for answer in batch.answers)
+        tokens[batch.arm, batch.concurrency] += sum(answer.tokens for answer in batch.answers)
+    return {key: accepted[key] / count for key, count in tokens.items()}
+
+
 def _report(plan: Rounds, batches: Sequence[Batch], facts: Mapping[str, Any]) -> None:
     found = speedups(plan, batches)
     Console().print(speedups_table(found))
+    shares = [f"{arm} at {at_once}: {share:.0%}" for (arm, at_once), share in accepted_shares(batches).items()]
+    Console().print(f"Share of tokens that drafters proposed: {', '.join(shares)}")
     if plan.json:
         data = {**facts, "speedups": [asdict(one) for one in found], "batches": [asdict(batch) for batch in batches]}
         plan.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

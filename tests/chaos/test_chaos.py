@@ -177,7 +177,7 @@ def strike(scene: Scene, chaos: Chaos, record: ChaosRecord) -> None:
             kind = deck.draw(lambda kind, at_work=at_work: at_work.isdisjoint(KINDS[kind].pools))
             if kind is not None and (failure := KINDS[kind].strike(scene)) is not None:
                 record.failures.append(failure)
-                print(f"{now - began:6.1f} s  {failure.kind}: {failure.record}", flush=True)
+                print(f"{now - began:6.1f} s  {failure.kind}: {failure.struck}", flush=True)
                 next_s = now + scene.rng.uniform(0.3, 1.7) * chaos.every_s
         time.sleep(LOOK_S)
 
@@ -190,7 +190,7 @@ def with_failures(load: Load, scene: Scene, chaos: Chaos, record: ChaosRecord) -
             strike(scene, chaos, record)
             eventually(lambda: has_recovered(record), "all replicas run again", SETTLED_S)
         finally:
-            scene.let_all_go_on()
+            scene.resume_all()
             load.stop()
         running.result()
 

@@ -60,9 +60,9 @@ def test_every_call_is_of_a_tool_by_its_schema(capsys) -> None:
         prompt = codec.encode_chat(messages, TemplateOptions(tools=TOOLS))
         plain = pair.generation(index, SchemaPrompt("", {"type": "object"}), DRAFTED)
         asked = replace(plain, prompt=prompt, max_len=min(CONTEXT, len(prompt) + 200), grammar=grammar.text)
-        session = pair.answer(asked, pair.knowing)
-        assert pair.answer(asked, pair.ignorant).committed == session.committed
-        assert pair.answer(replace(asked, draft_tokens=0), pair.ignorant).committed == session.committed
+        session = pair.answer(asked, pair.masked)
+        assert pair.answer(asked, pair.unmasked).committed == session.committed
+        assert pair.answer(replace(asked, draft_tokens=0), pair.unmasked).committed == session.committed
         counts["accepted"] += session.counts.accepted
         if session.committed[-1] not in codec.eos_ids:
             counts["cut off"] += 1  # a model without tool training may never end its calls

@@ -89,7 +89,7 @@ class Steady:
     seen: list[tuple[SessionStats, ReplicaStats]] = field(default_factory=list)
 
     def decide(
-        self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load, may_try: bool
+        self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load, allows_trial: bool
     ) -> DraftingDecision:
         self.seen.append((replace(blocks), fleet))
         tokens = next(self.asked) if isinstance(self.asked, Iterator) else self.asked

@@ -18,7 +18,7 @@ def test_engine_steps_are_measured():
 def test_a_random_pair_has_the_requested_agreement():
     pair = script("random_pair")
     target = pair.random_model(pair.config_of("tiny", 500, 4), CPU)
-    found = pair.disturb(target, 0.7)
+    found = pair.add_noise(target, 0.7)
     assert abs(found - 0.7) < 0.05
     draft = pair.random_model(pair.config_of("tiny", 500, 1), CPU)
     pair.silence(draft)
