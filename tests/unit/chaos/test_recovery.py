@@ -4,7 +4,7 @@ import pytest
 
 from tests.chaos.recovery import LOST_NOTICED_S, NOTICED_S, Failure, Sizes, Stream, is_open, stall_s, table, whole_s
 
-BLOW = Failure("target killed", 10.0, ("Target",))
+KILL = Failure("target killed", 10.0, ("Target",))
 STOP = Failure("target stopped", 10.0, ("Target",), stopped_s=2.0)
 WANTED = {"Target": 2, "Drafter": 1}
 
@@ -26,7 +26,7 @@ def sizes(*targets: tuple[float, int]) -> list[Sizes]:
     ],
 )
 def test_a_pause_lasts_until_every_open_stream_continues(streams: list[Stream], expected: float) -> None:
-    assert stall_s(BLOW, streams) == expected
+    assert stall_s(KILL, streams) == expected
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_pause_lasts_until_every_open_stream_continues(streams: list[Stream], 
     ],
 )
 def test_a_pool_is_recovered_once_it_lacked_one_and_is_complete(seen: list[Sizes], expected: float | None) -> None:
-    assert whole_s(BLOW, seen, WANTED) == expected
+    assert whole_s(KILL, seen, WANTED) == expected
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_a_resumed_replica_may_be_replaced_afterwards(seen: list[Sizes], expecte
 @pytest.mark.parametrize(
     ("failure", "seen", "now_s", "expected"),
     [
-        (BLOW, sizes((11.0, 2)), 11.0, True),  # not noticed yet
-        (BLOW, sizes((11.0, 2), (12.0, 1)), 12.0, True),
-        (BLOW, sizes((11.0, 1), (12.0, 2)), 12.0, False),
-        (BLOW, sizes((11.0, 1), (900.0, 1)), 900.0, True),  # however long it takes
-        (BLOW, sizes((11.0, 2), (900.0, 1)), 900.0, False),  # has another cause
-        (BLOW, sizes((11.0, 2)), 10.0 + LOST_NOTICED_S + 1, False),
+        (KILL, sizes((11.0, 2)), 11.0, True),  # not noticed yet
+        (KILL, sizes((11.0, 2), (12.0, 1)), 12.0, True),
+        (KILL, sizes((11.0, 1), (12.0, 2)), 12.0, False),
+        (KILL, sizes((11.0, 1), (900.0, 1)), 900.0, True),  # however long it takes
+        (KILL, sizes((11.0, 2), (900.0, 1)), 900.0, False),  # has another cause
+        (KILL, sizes((11.0, 2)), 10.0 + LOST_NOTICED_S + 1, False),
         (STOP, sizes((11.0, 2)), 12.0 + NOTICED_S, True),
         (STOP, sizes((11.0, 2)), 12.0 + NOTICED_S + 1, False),
         (STOP, sizes((20.0, 1), (50.0, 1)), 50.0, True),
@@ -82,7 +82,7 @@ def test_other_pools_do_not_count() -> None:
 
 
 def test_the_table_has_a_row_for_each_kind() -> None:
-    failures = [BLOW, Failure("target killed", 20.0, ("Target",)), Failure("stream cut", 30.0)]
+    failures = [KILL, Failure("target killed", 20.0, ("Target",)), Failure("stream cut", 30.0)]
     streams = [Stream(1.0, [10.5, 12.1, 19.9, 23.0, 30.1])]
     seen = sizes((9.0, 2), (11.0, 1), (12.0, 2), (21.0, 1), (25.0, 2))
     assert table(failures, streams, seen, WANTED)[2:] == [
