@@ -11,7 +11,7 @@ Both acceptance rules are exact, and greedy decoding is a special case of each:
   draft token is accepted if it equals the target's own draw, so the text does not depend on the draft (Daliri et al.
   2024, arXiv 2408.07978).
 * Rejection sampling (`Acceptance.REJECTION`): draft token x is accepted with probability min(1, target_probs[x] /
-  draft_probs[x]). After a rejection, the next token is drawn from the normalised residual max(target_probs -
+  draft_probs[x]). After a rejection, the next token is drawn from the normalized residual max(target_probs -
   draft_probs, 0) (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 
 Noise is a pure function of seed, position, purpose and token id (`actors.sampling.gumbel`); no generator has state.

@@ -185,7 +185,7 @@ class Experiment:
         return found
 
     async def batch(self, point: Point, prompts: Sequence[Prompt], tokens: int) -> Batch:
-        """Answers all prompts with `point.concurrency` requests in flight."""
+        """Sends all prompts, at most `point.concurrency` at a time; returns the measured batch."""
         endpoint = self._endpoints[SERVERS[point.mode]]
         places = asyncio.Semaphore(point.concurrency)
 

@@ -4,7 +4,7 @@
 
 One process holds the whole model and computes with one thread, then with `--threads`; each rank has one thread. All
 sides alternate for many rounds, so background load affects all of them. A ratio is the median over the rounds against
-the faster of the two single-process times, because synchronised threads suffer most on a busy machine.
+the faster of the two single-process times, because synchronized threads suffer most on a busy machine.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Summarises the turns of `pipeline.py` by arm and concurrency, and by pair of arms."""
+"""Summarizes the turns of `pipeline.py` by arm and concurrency, and by pair of arms."""
 
 import statistics
 from collections.abc import Iterable, Sequence

@@ -104,7 +104,7 @@ class StabilizationWindow:
         return min(max(present, least), most)
 
 
-DEFAULT_UTILISATION = 0.5  # desired utilisation; the spare half absorbs load while new replicas start
+DEFAULT_UTILIZATION = 0.5  # desired utilization; the spare half absorbs load while new replicas start
 MAX_CACHE_SHARE = 0.8  # desired limit on the share of held pages; above it, long sessions preempt others
 MAX_LOST_SHARE = 0.125  # tolerated share of late blocks, or of target time spent waiting, before drafters are added
 # Margin above the need when a pool shrinks: with fewer replicas, sessions take longer, which raises concurrency.
@@ -174,7 +174,7 @@ def draft_need(
     waiting = max(report.waiting for report in targets)
     shared = sum(report.shared for report in drafters)
     work = min(
-        sessions_needed, shared / DEFAULT_UTILISATION * (sessions_needed / drafted if drafted else 1.0)
+        sessions_needed, shared / DEFAULT_UTILIZATION * (sessions_needed / drafted if drafted else 1.0)
     )  # at most one drafter per session
     delays = f"{late:.0%} of the blocks late, {waiting:.0%} of a target's time waiting"
     if max(late, waiting) <= MAX_LOST_SHARE:
@@ -223,7 +223,7 @@ def _prompts(reports: Sequence[TargetReport], scaling: TargetScaling, present: i
     unread = sum(report.unread for report in reports)
     wait_s = max(max(report.first_token_s, report.backlog_s) for report in reports)
     over = wait_s / scaling.first_token_s
-    enough = len(reports) * over if over > 1 else min(present, len(reports) * over / DEFAULT_UTILISATION)
+    enough = len(reports) * over if over > 1 else min(present, len(reports) * over / DEFAULT_UTILIZATION)
     return Need(min(unread, enough), f"{unread:.1f} prompts wait at once, {wait_s:.1f} s for their first tokens")
 
 
@@ -275,7 +275,7 @@ def stay(pool: Pool, now: float) -> PoolDecision:
 
 
 def _decide(pool: Pool, need: Need | None, now: float, up_delay_s: float, down_delay_s: float) -> PoolDecision:
-    """Decides a pool's size. Keeps the size without reports, because missing reports must not shrink the pool."""
+    """Decides a pool's size. Without reports, keeps the current size, so that missing reports never shrink the pool."""
     need = need or Need(pool.size, "no target replica has reported")
     desired = min(max(need.size(pool.size), pool.least), pool.most)
     stabilization = (pool.stabilization or StabilizationWindow.at_start(pool.size, now)).after(desired, now)

@@ -2,7 +2,7 @@
 
 Each part of the system receives only its own section. `config_sections` contains the sections that do not depend on
 others. `load_config` reads a file; its ConfigError lists one line per problem, with the key and the expected value.
-Keys of earlier releases are rejected with their current names (`MOVED_KEYS`).
+For a key of an earlier release, the error states its new name or a replacement (`MOVED_KEYS`).
 """
 
 from collections.abc import Iterable, Mapping

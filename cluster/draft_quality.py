@@ -145,7 +145,7 @@ MIN_EXPECTED_ACCEPTANCE = 0.2  # minimum expectation: a draft without confidence
 
 USUAL_CAUSES = (
     "usual causes: a tokenizer or chat template that differs from the target's, a draft made for another target, "
-    "a wrong dtype, RoPE setting or quantisation, damaged weights"
+    "a wrong dtype, RoPE setting or quantization, damaged weights"
 )
 
 

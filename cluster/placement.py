@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from cluster.autoscaling import DEFAULT_UTILISATION, DRAFT, TARGET, DraftScaling, TargetScaling
+from cluster.autoscaling import DEFAULT_UTILIZATION, DRAFT, TARGET, DraftScaling, TargetScaling
 from cluster.config import DraftPool, Replicas, Resources, TargetPool
 
 AUTOSCALING_POLICY = {
@@ -70,7 +70,7 @@ def scaling_settings(target: TargetPool, draft: DraftPool) -> dict[str, dict[str
 
 
 def _sessions_aimed_at(replicas: Replicas, max_sessions: int) -> float:
-    return replicas.sessions_per_replica or DEFAULT_UTILISATION * max_sessions
+    return replicas.sessions_per_replica or DEFAULT_UTILIZATION * max_sessions
 
 
 def bounds(replicas: Replicas) -> dict[str, Any]:

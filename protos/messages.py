@@ -168,7 +168,7 @@ class Sampling:
         return self.temperature == 0.0
 
     @property
-    def penalised(self) -> bool:
+    def penalized(self) -> bool:
         additive = self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
         return additive or self.repetition_penalty != 1.0
 

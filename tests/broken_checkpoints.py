@@ -195,7 +195,7 @@ def _learned_positions(folder: Path) -> None:
     GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=259, bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
 
 
-def _quantised(method: str) -> Edit:
+def _quantized(method: str) -> Edit:
     return edit_config(quantization_config={"quant_method": method, "bits": 4, "group_size": 128})
 
 
@@ -249,9 +249,9 @@ FILES = {
     "no weight_map": Form(_no_weight_map, "weight_map", "again"),
     "lying index": Form(_lying_index, HEAD, "again"),
     "more layers": Form(edit_config(num_hidden_layers=3), "model.layers.2", "checkpoint"),
-    "unknown quantisation": Form(_quantised("own"), "'own'", "checkpoint"),
-    "AWQ": Form(_quantised("awq"), "awq", "checkpoint"),
-    "GPTQ": Form(_quantised("gptq"), "gptq", "checkpoint"),
+    "unknown quantization": Form(_quantized("own"), "'own'", "checkpoint"),
+    "AWQ": Form(_quantized("awq"), "awq", "checkpoint"),
+    "GPTQ": Form(_quantized("gptq"), "gptq", "checkpoint"),
     "draft truncated": Form(_truncated, WEIGHTS, "again", is_draft=True),
 }
 """Forms that the files of weights show."""

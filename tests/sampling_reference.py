@@ -21,7 +21,7 @@ def process(logits: Tensor, sampling: Sampling, generated: Sequence[int], draft:
     there is no prompt.
     """
     logits = logits.to(torch.float32, copy=True)
-    if sampling.penalised:
+    if sampling.penalized:
         penalties = Penalties(sampling)
         penalties.advance(generated)
         penalties.apply(logits, paths_of(draft))
@@ -59,7 +59,7 @@ def _accept_by_ratio(logits: Tensor, draft: DraftTree, at: DrawAddress) -> Block
 
 
 def _residual(target_row: Tensor, draft_row: dict[int, float]) -> Tensor:
-    """Returns max(target_probs - draft_probs, 0), not normalised."""
+    """Returns max(target_probs - draft_probs, 0), not normalized."""
     ids = torch.tensor(list(draft_row), device=target_row.device)
     probs = torch.tensor(list(draft_row.values()), dtype=target_row.dtype, device=target_row.device)
     residual = target_row.index_add(0, ids, -probs).clamp_min(0)
@@ -68,5 +68,5 @@ def _residual(target_row: Tensor, draft_row: dict[int, float]) -> Tensor:
 
 
 def _draw_from(probs: Tensor, at: int) -> int:
-    """Draws one token from unnormalised probabilities, shape (vocabulary,)."""
+    """Draws one token from unnormalized probabilities, shape (vocabulary,)."""
     return gumbel_argmax(probs.log(), at)

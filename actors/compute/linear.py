@@ -81,7 +81,7 @@ class PackedProjection:
 class EightBitProjection:
     """Quantizes weights to 8 bits with a scale per output, and activations with a scale per row; all else is float32.
 
-    Uses the kernels of torch's dynamic quantisation. The result is approximate.
+    Uses the kernels of torch's dynamic quantization. The result is approximate.
     """
 
     fastest_rows = 1

@@ -136,7 +136,7 @@ class _Successors:
         self._pages = pages
 
     def __call__(self, folder: Path) -> DraftWeights:
-        """Loads, packs and tests a checkpoint. Raises ModelError if it is broken or has another shape."""
+        """Loads, packs and tests a checkpoint. Raises ModelError if it is broken or has the wrong shape."""
         check_draft(self._setup.target_tokens, folder)
         products = choose_products(self._draft.draft_model.quantization, self._setup.dtype, self._device)
         model = load_model(folder, products.dtype_name, self._device)

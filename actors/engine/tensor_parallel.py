@@ -264,7 +264,7 @@ class Rank:
         self._grammar_listener: StepListener | None = None
 
     def free_address(self) -> str:
-        """Returns an address with a free port on this rank's node, at which the group initialises."""
+        """Returns an address with a free port on this rank's node, at which the group initializes."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"

@@ -170,7 +170,7 @@ class _Weights:
         self._parameters: dict[str, nn.Parameter] = {}
 
     def parameter(self, name: str, *shape: int) -> nn.Parameter:
-        """Returns a tensor's parameter. Raises ModelError if it is missing or has another shape."""
+        """Returns a tensor's parameter. Raises ModelError if it is missing or has the wrong shape."""
         tensor = self._files.tensor(name, shape)
         if name not in self._parameters:
             self._parameters[name] = nn.Parameter(tensor.float().clone())

@@ -249,7 +249,7 @@ def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded
         else:
             model = _read(folder, config, stored, dtype, device, group)
     except (ImportError, ValueError, RuntimeError, OSError) as error:
-        what = f"is quantised with '{method}', which cannot be loaded here" if method else "cannot be loaded"
+        what = f"is quantized with '{method}', which cannot be loaded here" if method else "cannot be loaded"
         raise ModelError(f"{folder} {what}: {one_line(error)}") from error
     return Loaded(model, report(model, started))
 
@@ -279,7 +279,7 @@ def _read(
 
 
 def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: torch.device) -> PreTrainedModel:
-    """Loads quantised, renamed or fused weights through transformers."""
+    """Loads quantized, renamed or fused weights through transformers."""
     check_no_strays(folder, stored)
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder,

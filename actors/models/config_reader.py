@@ -1,6 +1,6 @@
 """Reads a checkpoint's config.json. Only this module calls AutoConfig, so that every error is a single line with a fix.
 
-Refuses quantisation methods that transformers does not support or whose library is not installed.
+Refuses quantization methods that transformers does not support or whose library is not installed.
 """
 
 import json
@@ -147,7 +147,7 @@ def _check_rope(folder: Path, config: PretrainedConfig) -> None:
 
 
 def quantization_method(folder: Path, config: PretrainedConfig) -> str:
-    """Returns the checkpoint's quantisation method; empty if unquantised. Raises ModelError for an unknown method."""
+    """Returns the checkpoint's quantization method; empty if unquantized. Raises ModelError for an unknown method."""
     section = _section(config)
     if not section:
         return ""
@@ -157,15 +157,15 @@ def quantization_method(folder: Path, config: PretrainedConfig) -> str:
     method = str(getattr(method, "value", method))
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise ModelError(
-            f"{folder} is quantised with '{method}' (quant_method), which transformers {transformers.__version__} does"
-            f" not know; use the unquantised checkpoint, or remove quantization_config from {CONFIG} if its weights are"
+            f"{folder} is quantized with '{method}' (quant_method), which transformers {transformers.__version__} does"
+            f" not know; use the unquantized checkpoint, or remove quantization_config from {CONFIG} if its weights are"
             " plain"
         )
     return method
 
 
 def check_quantization(folder: Path, config: PretrainedConfig) -> None:
-    """Raises ModelError if the installed libraries do not support the checkpoint's quantisation method."""
+    """Raises ModelError if the installed libraries do not support the checkpoint's quantization method."""
     method = quantization_method(folder, config)
     if not method:
         return
@@ -174,8 +174,8 @@ def check_quantization(folder: Path, config: PretrainedConfig) -> None:
             AutoHfQuantizer.from_config(_section(config), pre_quantized=True).validate_environment(device_map=None)
     except (ImportError, ValueError, TypeError) as error:
         raise ModelError(
-            f"{folder} is quantised with '{method}', which cannot be loaded here: {one_line(error)}; or use the"
-            " unquantised checkpoint"
+            f"{folder} is quantized with '{method}', which cannot be loaded here: {one_line(error)}; or use the"
+            " unquantized checkpoint"
         ) from error
 
 

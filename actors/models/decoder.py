@@ -86,7 +86,7 @@ def _fixed(module: Any, kind: str, layer_type: str | None, context: int | None) 
 
 KNOWN_LINEARS = frozenset(
     {nn.Linear, RowParallelLinear, VocabularyParallelHead}
-)  # excludes quantised layers and adapters
+)  # excludes quantized layers and adapters
 LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 

@@ -206,7 +206,7 @@ def check_tensors_match(
 def mismatch(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
     """Returns the reason why tensors cannot be read directly into this model's parameters; empty if they can."""
     if getattr(model.config, "quantization_config", None):
-        return "its weights are quantised"
+        return "its weights are quantized"
     if any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model, add_legacy=False)):
         return f"the tensors of a {type(model).__name__} are converted while loading"
     if dtype_plan := model._get_dtype_plan(model.dtype):

@@ -8,7 +8,7 @@ text after one.
   the root to the child that equals the target's draw, and so on. The output depends only on prefix, parameters and seed
   (Daliri et al. 2024, arXiv 2408.07978).
 * Rejection sampling (`rejection`): a draft token x is accepted with probability min(1, target_probs[x] /
-  draft_probs[x]). After a rejection, the recovered token is drawn from the normalised max(target_probs - draft_probs,
+  draft_probs[x]). After a rejection, the recovered token is drawn from the normalized max(target_probs - draft_probs,
   0) (Leviathan et al. 2023, arXiv 2211.17192). A draft token without probabilities counts as a point mass. Supports
   only chains.
 

@@ -152,7 +152,7 @@ class Penalties:
 
 
 def make_penalties(request: Open) -> Penalties | None:
-    if not request.sampling.penalised:
+    if not request.sampling.penalized:
         return None
     return Penalties(request.sampling, request.tokens[: request.prompt_len])
 

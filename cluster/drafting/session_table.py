@@ -328,8 +328,12 @@ class SessionTable:
         return [_resync(session)]
 
     def exchanged(self, version: int, load_check: LoadCheck) -> None:
-        """Starts separate acceptance counts for the new weights."""
+        """Starts separate acceptance counts for the new weights, and forgets how late blocks of the earlier ones were.
+
+        The trainer of the new weights may have delayed them.
+        """
         self.load_check = load_check
+        self._capacity = Capacity(self._limits.max_sessions)
         self.version_watch.exchanged(version)
         for session in self.all.values():
             session.exchanged()

@@ -21,7 +21,7 @@ class TargetSource:
         return AutoTokenizer.from_pretrained(self.model, gguf_file=self.gguf_file)
 
     def load_model(self, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
-        """Loads the target in evaluation mode; dequantises GGUF weights."""
+        """Loads the target in evaluation mode; dequantizes GGUF weights."""
         gguf = {"gguf_file": self.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
         return AutoModelForCausalLM.from_pretrained(
             self.model, dtype=dtype, attn_implementation=attention, **(gguf if self.gguf_file else {})

@@ -14,7 +14,7 @@ A request passes these modules:
     tool_calls      splits text into segments by the model's response template
     streaming       sends server-sent events and keep-alive comments, detects disconnects
 
-Parsing and tokenising run on worker threads. Chat templates are rendered in a separate process (`template_process`).
+Parsing and tokenizing run on worker threads. Chat templates are rendered in a separate process (`template_process`).
 Everything else runs on the event loop. `failures` maps every exception to a status and an OpenAI error body. The
 endpoint fills a `RequestRecord`, which `observability` and `metrics` read.
 

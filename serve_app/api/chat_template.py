@@ -1,4 +1,4 @@
-"""Renders conversations with chat templates and tokenises them into prompts."""
+"""Renders conversations with chat templates and tokenizes them into prompts."""
 
 import inspect
 import re
@@ -111,7 +111,7 @@ def templates_of(tokenizer: Any) -> Templates | None:
 
 
 class ChatTemplate:
-    """Renders and tokenises conversations."""
+    """Renders and tokenizes conversations."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class ChatTemplate:
         self._reserved = frozenset(parameters) | {"messages"}
 
     def encode(self, messages: Sequence[Message], options: TemplateOptions) -> tuple[int, ...]:
-        """Tokenises a conversation up to the start or the continuation of the assistant's message.
+        """Tokenizes a conversation up to the start or the continuation of the assistant's message.
 
         Raises RequestError for `messages` if the template fails.
         """

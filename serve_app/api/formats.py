@@ -1,6 +1,6 @@
 """Wire formats of the generating endpoints, and the implementation of /tokenize and /detokenize.
 
-An `ApiFormat` parses one endpoint's requests, tokenises their prompts, and creates an `AnswerWriter` for each answer. A
+An `ApiFormat` parses one endpoint's requests, tokenizes their prompts, and creates an `AnswerWriter` for each answer. A
 writer serializes the answer, whole or event by event. Formats are pure, independent of token generation, and safe to
 use on worker threads.
 """
@@ -104,7 +104,7 @@ class ApiFormat(ABC, Generic[RequestT]):
         """Parses a body into a request."""
 
     def check(self, request: RequestT, codec: TextCodec) -> None:
-        """Raises RequestError for features the model lacks, before tokenising."""
+        """Raises RequestError for features the model lacks, before tokenizing."""
         del request, codec
 
     def grammar(self, request: RequestT, codec: TextCodec) -> RequestedGrammar | None:
@@ -116,7 +116,7 @@ class ApiFormat(ABC, Generic[RequestT]):
 
     @abstractmethod
     def prompts(self, request: RequestT, codec: TextCodec) -> list[tuple[int, ...]]:
-        """Tokenises the request's prompts."""
+        """Tokenizes the request's prompts."""
 
     def needs_special_tokens(self, codec: TextCodec) -> bool:
         """Returns whether the reader needs the text of special tokens, which separate an answer's parts."""
@@ -382,7 +382,7 @@ class Tokenizing:
     config: SlipstreamConfig
 
     def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
-        """Tokenises a text. Raises RequestError without tokenising if the text cannot fit the context."""
+        """Tokenizes a text. Raises RequestError without tokenizing if the text cannot fit the context."""
         self._check_model(request.model)
         context = self.config.model.max_context
         max_chars = context * self.codec.max_token_chars

@@ -1,6 +1,6 @@
 """Routes and endpoints of the HTTP API, as one ASGI application.
 
-`ApiEndpoint` serves the generating endpoints: it parses the body, checks the request, tokenises its prompts, starts one
+`ApiEndpoint` serves the generating endpoints: it parses the body, checks the request, tokenizes its prompts, starts one
 session per choice, and sends the answer whole or as server-sent events. A client that disconnects cancels its sessions.
 `ComputedEndpoint` serves /tokenize and /detokenize. This module is independent of drafters, targets and Ray.
 """
@@ -96,7 +96,7 @@ from serve_app.api.validation import (
     truncated,
 )
 
-WORKERS = 2  # threads that parse and tokenise; more threads would contend with the event loop for the GIL
+WORKERS = 2  # threads that parse and tokenize; more threads would contend with the event loop for the GIL
 MAX_HELD_BODIES = 64  # memory limit for bodies, in multiples of the maximum body size
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -371,7 +371,7 @@ class ApiEndpoint(Generic[RequestT]):
         return EventStream(first, events, record, keep_alive_s, deadline, answer.writer.failed)
 
     async def _prepare(self, body: bytes, exchange: Exchange, header: str | None, record: RequestRecord) -> "ApiAnswer":
-        """Parses and checks the request, then tokenises its prompts, both off the event loop."""
+        """Parses and checks the request, then tokenizes its prompts, both off the event loop."""
         service = self._service
         request, grammar = await service.in_thread(self._parse, body)
         exchange.caller.check(request)
@@ -395,7 +395,7 @@ class ApiEndpoint(Generic[RequestT]):
     def _start(
         self, request: RequestT, grammar: RequestedGrammar | None, caller: Caller, record: RequestRecord
     ) -> "ApiAnswer":
-        """Tokenises the prompts and returns the answer; its sessions start when the answer is read."""
+        """Tokenizes the prompts and returns a lazy answer; reading it starts the sessions."""
         service = self._service
         context = service.config.model.max_context
         prompts = [truncated(request, prompt, context) for prompt in self._format.prompts(request, service.text)]

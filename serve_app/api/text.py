@@ -1,4 +1,4 @@
-"""Tokenises prompts, detokenises answers incrementally, and finds stop strings."""
+"""Tokenizes prompts, detokenizes answers incrementally, and finds stop strings."""
 
 import logging
 from bisect import bisect_left
@@ -248,11 +248,11 @@ class TextCodec:
         )
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokenises a prompt, and adds the special tokens that the model expects."""
+        """Tokenizes a prompt, and adds the special tokens that the model expects."""
         return tuple(self.tokenizer(text).input_ids)
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
-        """Tokenises a text without special tokens."""
+        """Tokenizes a text without special tokens."""
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def token_text(self, token: int) -> str:
@@ -264,7 +264,7 @@ class TextCodec:
         return str(self.tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=skips_special))
 
     def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None = None) -> tuple[int, ...]:
-        """Tokenises a conversation in the model's chat template, up to the start of the answer."""
+        """Tokenizes a conversation in the model's chat template, up to the start of the answer."""
         return self.template.encode(messages, options or TemplateOptions())
 
     def grammars(self) -> GrammarCompiler | None:

@@ -1,6 +1,6 @@
 """Checks a request against the model and the server's limits, and resolves it into sessions.
 
-`check_request` needs no tokens, so most invalid requests are refused before tokenising. `resolve` returns the sessions
+`check_request` needs no tokens, so most invalid requests are refused before tokenizing. `resolve` returns the sessions
 with every parameter set. Both are pure: randomness is passed in as a function. Every refusal is a RequestError that
 names the field. Omitted parameters come from the checkpoint's `generation_config.json`.
 """
@@ -25,7 +25,7 @@ MAX_PROMPT_NUMBERS = 1 << 20  # scores (tokens times alternatives) of one prompt
 
 
 def check_rules(request: GenerationRequest) -> None:
-    """Raises RequestError for contradictory fields; called before tokenising."""
+    """Raises RequestError for contradictory fields; called before tokenizing."""
     for field, limit in request.token_limits.items():
         if request.min_tokens > limit:
             raise RequestError(f"min_tokens is {request.min_tokens}, expected at most {field}, {limit}", "min_tokens")
@@ -61,7 +61,7 @@ def scoring_of(request: GenerationRequest, prompt_len: int) -> Scoring:
 
 
 def bad_words_of(request: GenerationRequest, text: TextCodec) -> tuple[tuple[int, ...], ...]:
-    """Tokenises each word twice: as the start of a text, and after a space."""
+    """Tokenizes each word twice: as the start of a text, and after a space."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in request.bad_words:
         forms = [tokens for form in (word, f" {word.lstrip()}") if (tokens := text.encode_plain(form))]
@@ -138,7 +138,7 @@ _SEED_MASK = (1 << 64) - 1  # maps a negative seed to the unsigned seed with the
 
 
 def check_request(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> None:
-    """Raises RequestError for faults that can be found before tokenising.
+    """Raises RequestError for faults that can be found before tokenizing.
 
     `max_token_chars` is the length of the vocabulary's longest token.
     """
@@ -225,7 +225,7 @@ def _check_limits(request: GenerationRequest, context: int) -> None:
 
 
 def _check_text(request: GenerationRequest, context: int, max_token_chars: int) -> None:
-    """Raises RequestError if a text is so long that no tokenisation of it could fit."""
+    """Raises RequestError if a text is so long that no tokenization of it could fit."""
     most = context * max_token_chars
     if request.prompt_chars > most:
         field = request.prompt_field

@@ -179,7 +179,7 @@ def require_reader(module: str = READER) -> None:
 def gguf_to_folder(gguf: Path, folder: Path, step: Step) -> None:
     """Writes the weights, the tokenizer with its chat template, and a generation config with end-of-text ids.
 
-    Weights stay float32, since bfloat16 would round the dequantised values.
+    Weights stay float32, since bfloat16 would round the dequantized values.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # tqdm reads it at import; the caller shows progress
     import torch

@@ -20,7 +20,7 @@ COMPARED = 60  # number of first and of last requests that the table compares
 AT_ONCE = 4
 MAX_TOKENS = 64
 LEARNS_WITHIN_S = 1800.0
-LOAD_WAIT_S = 5.0  # seconds for drafters to load a promoted version
+LOAD_WAIT_S = 5.0  # wait for drafters to load a promoted version
 
 # Trains once 150 of the 300 answers are kept, since near-duplicates are not kept.
 OVERRIDES = ("draft.learning.consent=all", "draft.learning.min_examples=180")

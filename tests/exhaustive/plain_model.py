@@ -36,9 +36,9 @@ class PlainModel:
         self._defaults = load_defaults(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._factories = (*PROCESSOR_FACTORIES, GrammarCompiler(load_grammar_vocabulary(Path(folder))).masking)
-        self._spelt: dict[str, list[int]] = defaultdict(list)  # token ids by text; several ids may share a text
+        self._ids_by_text: dict[str, list[int]] = defaultdict(list)  # several ids may share a text
         for token in range(self.codec.vocabulary):
-            self._spelt[self.codec.token_text(token)].append(token)
+            self._ids_by_text[self.codec.token_text(token)].append(token)
 
     @torch.inference_mode()
     def log_probs(self, ids: Sequence[int]) -> torch.Tensor:
@@ -49,7 +49,7 @@ class PlainModel:
         """Returns the ids of tokens given by unique texts."""
         found = []
         for one in texts:
-            (token,) = self._spelt[one]
+            (token,) = self._ids_by_text[one]
             found.append(token)
         return found
 
@@ -85,7 +85,7 @@ class PlainModel:
                 chain.follow(text)
             at = DrawAddress(generation.seed, generation.choice, len(text))
             sampling = generation.sampling
-            found, token = min((margin(logits, sampling, chain, at, token), token) for token in self._spelt[one])
+            found, token = min((margin(logits, sampling, chain, at, token), token) for token in self._ids_by_text[one])
             widest = max(widest, found)
             text.append(token)
         return widest

@@ -125,7 +125,7 @@ def test_the_doctor_names_faults_by_node(cluster: Cluster, config_file: Path) ->
 
 
 def test_nodes_call_each_other_with_the_credentials_of_replicas(cluster: Cluster, config_file: Path) -> None:
-    """A certificate authority missing on the nodes stops every server, so the doctor reports it for each node."""
+    """Servers cannot start without their credential files, so the doctor reports a missing one for each node."""
     config = load_config(config_file, ["trust.token_file=no_such_file"])
     checks = {check.name: check for check in run_checks(config, examine(config, cluster.address))}
     assert len(checks["gRPC"].faults) == 3

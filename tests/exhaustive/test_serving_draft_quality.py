@@ -30,7 +30,7 @@ def served(mark: Path) -> Iterator[Served]:
         yield served
 
 
-def test_a_drafter_that_turns_to_noise_is_resynchronised_replaced_and_left_out(served: Served, mark: Path) -> None:
+def test_a_drafter_that_turns_to_noise_is_resynchronized_replaced_and_left_out(served: Served, mark: Path) -> None:
     """No request fails, no text changes, and `slipstream status` shows every step."""
     reference = Reference(served.config.model.target)
     noisy = mark.read_text()

@@ -162,7 +162,7 @@ def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -
 
 @torch.inference_mode()
 def rounds_in_lock_step(setting: Setting, generation: Generation) -> Iterator[CommittedTokens]:
-    """Yields the reference loop's commits for one session, round by round; asserts that nothing remains."""
+    """Yields the reference loop's commits for one session, round by round; then asserts that nothing is running."""
     alone = replace(setting, lock_step=True)
     method = a_draft_model(alone, 8, clock=lambda: 0.0)  # cache for a whole text
     verification = a_verification_scheduler(alone, 1)

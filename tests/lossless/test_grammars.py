@@ -125,7 +125,7 @@ def test_a_drafter_that_knows_the_grammar_has_more_tokens_accepted(sampling):
 
 
 def masked_distribution(setting: Setting) -> dict[tuple[int, ...], float]:
-    """Returns the probability of each continuation, renormalised over the allowed tokens at each position."""
+    """Returns the probability of each continuation, renormalized over the allowed tokens at each position."""
     found: dict[tuple[int, ...], float] = {}
     for tokens in itertools.product(range(setting.vocabulary), repeat=setting.new_tokens):
         end = tokens.index(EOS) + 1 if EOS in tokens else len(tokens)

@@ -26,7 +26,7 @@ def worlds_of(kind: type[World], setting: Setting) -> list[World]:
 
 GREEDY = Sampling(temperature=0.0)
 COUPLED = Sampling(temperature=0.7)
-PENALISED = Sampling(temperature=1.0, frequency_penalty=0.5)
+PENALIZED = Sampling(temperature=1.0, frequency_penalty=0.5)
 
 
 @EACH_KIND
@@ -38,7 +38,7 @@ PENALISED = Sampling(temperature=1.0, frequency_penalty=0.5)
         pytest.param(GREEDY, near_patience, id="greedy, near patience"),
         pytest.param(COUPLED, calm, id="coupled, calm"),
         pytest.param(COUPLED, lossy_delays, id="coupled, stormy"),
-        pytest.param(PENALISED, calm, id="penalties, calm"),
+        pytest.param(PENALIZED, calm, id="penalties, calm"),
     ],
 )
 def test_blocks_of_heads_give_the_text_of_non_speculative_decoding(

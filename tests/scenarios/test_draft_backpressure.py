@@ -68,6 +68,14 @@ def test_a_drafter_that_gave_up_a_session_accepts_one_again_once_few_blocks_are_
     assert drafter.do(f"router#1: Open {given_up} 1,2") == [f"t1 <- Attach {given_up} 1,2"]
 
 
+def test_new_weights_restore_the_session_limit():
+    drafter = opened("a", "b", "c")
+    refusal, _ = overtaken(drafter, "a", "b", "c")
+    given_up = refusal.split()[3]
+    drafter.do("exchange 1")
+    assert drafter.do(f"router#1: Open {given_up} 1,2") == [f"t1 <- Attach {given_up} 1,2"]
+
+
 def test_a_session_without_requested_drafts_is_not_given_up_for_others():
     """A session without requests takes no drafting time."""
     drafter = opened("resting", "b", "c")

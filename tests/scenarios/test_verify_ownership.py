@@ -61,7 +61,7 @@ def test_a_drafter_without_a_valid_token_receives_nothing(token):
     """)
 
 
-def test_the_assigned_drafter_with_other_tokens_is_resynchronised():
+def test_the_assigned_drafter_with_other_tokens_is_resynchronized():
     Target().run("""
         router#1: Open s 1,2 token_key=secret
         drafter#1: Attach s 1 have_hash=7 assignment_token=secret/s/1 -> drafter#1 <- Resync s 1,2

@@ -22,7 +22,7 @@ def test_a_drafter_that_attaches_late_receives_the_tokens_it_missed_as_one_verdi
 
 
 @pytest.mark.parametrize("have", ["1,3", "1,2,3"], ids=["other tokens", "more tokens"])
-def test_a_drafter_with_other_tokens_is_resynchronised_and_gets_no_verdicts(have):
+def test_a_drafter_with_other_tokens_is_resynchronized_and_gets_no_verdicts(have):
     Target().run(f"""
         router#1: Open s 1,2
         drafter#1: Attach s {have} -> drafter#1 <- Resync s 1,2

@@ -6,7 +6,7 @@ from tests.vllm.cases import SAMPLINGS, prompts
 from tests.vllm.scripted import CONTEXT, VOCABULARY
 
 NEW_TOKENS = 40
-GREEDY = ("greedy", "greedy_penalised", "repetitive")  # greedy, so independent of sampling noise
+GREEDY = ("greedy", "greedy_penalized", "repetitive")  # greedy, so independent of sampling noise
 
 
 def test_plain_vllm_gives_the_same_text(tiny_llama: Path, whole: dict[str, list[int]]) -> None:

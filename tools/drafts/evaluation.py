@@ -75,7 +75,7 @@ class MeasuredTarget:
         return median(self._steps)
 
     def prompt(self, text: str) -> tuple[int, ...]:
-        """Tokenises `text` as the first message of a chat, or as it is without a chat template."""
+        """Tokenises `text` as the first user message of a chat, or directly if the model has no chat template."""
         tokenizer = load_tokenizer(self._folder)
         if tokenizer.chat_template is None:
             return tuple(tokenizer(text)["input_ids"])

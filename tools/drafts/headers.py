@@ -206,7 +206,7 @@ class DraftFacts:
     positions: int | None = None  # maximum number of positions
     rope: str = ""
     longest_block: int | None = None  # maximum draft tokens after a prefix; None: no limit
-    conventions: tuple[str, ...] = ()  # the loader's description, in lines
+    conventions: tuple[str, ...] = ()  # lines of the loader's description that repeat no other field
     ends_at_positions: bool = False  # whether drafting ends at `positions`
     made_for: str = ""  # target's name, if stated
 

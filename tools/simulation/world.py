@@ -65,7 +65,7 @@ class SimulationReport:
     tokens: int  # committed tokens
     tokens_per_s: float  # rate over the middle half of all tokens
     met: float  # committed share of tokens requested during arrivals
-    latency_s: float  # median time of whole sessions
+    latency_s: float  # median session duration
     first_token_s: float  # median time to the first token
     longest_gap_s: float  # longest time between two commits of a session
     verifies: int  # committed verdicts

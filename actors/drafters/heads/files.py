@@ -1,6 +1,6 @@
 """Reads a draft head's configuration and tensors, in the layout of any publisher, and tensors borrowed from the target.
 
-Each method's loader recognises the kind of head by configuration keys and tensor names.
+Each method's loader recognizes the kind of head by configuration keys and tensor names.
 """
 
 import pickle
@@ -65,7 +65,7 @@ class HeadFiles:
         return found
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Returns a tensor. Raises ModelError if it is missing or has another shape."""
+        """Returns a tensor. Raises ModelError if it is missing or has the wrong shape."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self.folder} holds no tensor {name}; it holds {_listed(self.tensors)}")
@@ -74,7 +74,7 @@ class HeadFiles:
         return tensor
 
     def borrowed(self, target_folder: Path, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
-        """Reads the first of these tensors in the target. Raises ModelError if it has another shape."""
+        """Reads the first of these tensors in the target. Raises ModelError if it has the wrong shape."""
         found = target_tensor(target_folder, names)
         if tuple(found.shape) != shape:
             raise ModelError(
@@ -95,7 +95,7 @@ def read_head(folder: Path) -> HeadFiles:
 
     Files are memory-mapped and read when a tensor is placed, except pickles in the format before torch 1.6.
 
-    Pickles may contain only tensors, so their code never runs. Raises ModelError if the folder contains no head.
+    Loads only tensors from pickles, so code in a pickle never runs. Raises ModelError if the folder contains no head.
     """
     config = read_json(folder / CONFIG)
     tensors = _read_safetensors(folder) or _read_pickles(folder)

@@ -128,7 +128,7 @@ def medusa_of(
     proposable: Collection[int],
     product: Product,
 ) -> MedusaHeads:
-    """Builds heads from tensor names without prefix. Raises ModelError if a tensor is missing or has another shape."""
+    """Builds heads from unprefixed tensor names. Raises ModelError if a tensor is missing or has the wrong shape."""
     names = names_of(files)
     ids = files.tensors.get("token_map", torch.arange(config.columns)).long()
     columns = draft_columns(files.folder, ids, config.vocabulary, proposable)

@@ -58,7 +58,7 @@ class WeightReader:
         return name in self.files.tensors
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Reads a tensor. Raises ModelError if it is missing or has another shape."""
+        """Reads a tensor. Raises ModelError if it is missing or has the wrong shape."""
         self.used.add(name)
         return self.placed(self.files.tensor(name, shape))
 

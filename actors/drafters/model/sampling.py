@@ -1,7 +1,7 @@
 """Turns a draft model's logits into draft tokens: likely tokens of the target, or draws for rejection sampling.
 
 `Calibration` learns, from the target's decisions, the probability that each candidate is the target's token. Under
-Gumbel coupling, the target's token maximises log probability plus noise, and the drafter knows the noise. The draft's
+Gumbel coupling, the target's token maximizes log probability plus noise, and the drafter knows the noise. The draft's
 log probabilities are only estimates. With the full noise, badly estimated tokens with large noise would win too often,
 so the noise gets a smaller weight. This weight and the confidence in the draft come from a conditional logit (McFadden
 1974) over the candidates plus one alternative for all other tokens:

@@ -57,7 +57,7 @@ class InterruptedMethod(DraftModel):
 
 
 class HangingCredentials:
-    """Credentials that let every dial to a target hang."""
+    """Credentials with which every dial to a target hangs."""
 
     metadata = ()
 

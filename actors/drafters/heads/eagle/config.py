@@ -115,9 +115,9 @@ ALIASES = (
 
 
 def canonical(files: HeadFiles) -> HeadFiles:
-    """Renames all tensors to canonical names. Raises ModelError for quantised weights."""
+    """Renames all tensors to canonical names. Raises ModelError for quantized weights."""
     if files.config.get("quantization_config"):
-        raise ModelError(f"{files.folder} is a quantised draft head, which is not supported; use the unquantised head")
+        raise ModelError(f"{files.folder} is a quantized draft head, which is not supported; use the unquantized head")
     return replace(files, tensors=_without_stray_norm(files.tensors)).renamed(ALIASES)
 
 

@@ -213,10 +213,10 @@ def test_with_rejection_sampling_doubt_shortens_no_block():
 
 @ACCEPTANCES
 @SAMPLINGS
-def test_a_text_with_tokens_that_are_never_proposed_can_be_penalised(acceptance, sampling):
+def test_a_text_with_tokens_that_are_never_proposed_can_be_penalized(acceptance, sampling):
     """The target may choose ids beyond the draft's vocabulary, and penalties must not index them."""
-    penalised = replace(sampling, presence_penalty=2.0)
-    want = wanted_block((1, 9, 9), 3, prompt_len=1, sampling=penalised, acceptance=acceptance)
+    penalized = replace(sampling, presence_penalty=2.0)
+    want = wanted_block((1, 9, 9), 3, prompt_len=1, sampling=penalized, acceptance=acceptance)
     block = block_of(a_method(SpyRunner(LOGITS[:, :5]), range(5)), want)
     assert len(block.tokens) == 3
     assert max(block.tokens) < 5

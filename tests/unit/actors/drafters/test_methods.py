@@ -386,7 +386,7 @@ def test_tokens_that_are_not_worth_their_verification_are_not_sent(
 def test_sessions_of_one_pass_get_what_each_gets_alone(kind: Kind) -> None:
     """The cases have several text and block lengths, every acceptance rule, and lookahead blocks."""
     rules = {"greedy": {}, "drawn": {"sampling": DRAWN}, "rejection": EXACT}
-    rules["penalised"] = {"sampling": Sampling(presence_penalty=0.5)}
+    rules["penalized"] = {"sampling": Sampling(presence_penalty=0.5)}
     wants = [
         wanted_block(kind.text[at % 2 * 3 :], LENGTH - at % 3, name, shape=list(Shape)[at % 2], **changes)
         for at, (name, changes) in enumerate(rules.items())

@@ -1,4 +1,4 @@
-"""Captured hidden states equal those of transformers, in any pages."""
+"""Captured hidden states equal those of transformers, whichever pages hold the cache."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -299,13 +299,13 @@ def test_weights_under_other_names_are_not_read(tmp_path, name, problem, remedy)
     ("method", "parts"),
     [
         *(
-            (method, (f"quantised with '{method}'", "does not know", "remove quantization_config"))
+            (method, (f"quantized with '{method}'", "does not know", "remove quantization_config"))
             for method in ("new", None)
         ),
-        *((method, (f"quantised with '{method}', which cannot be loaded here",)) for method in ("awq", "gptq")),
+        *((method, (f"quantized with '{method}', which cannot be loaded here",)) for method in ("awq", "gptq")),
     ],
 )
-def test_a_quantisation_that_is_unknown_or_not_installed_is_refused(tmp_path, method, parts):
+def test_a_quantization_that_is_unknown_or_not_installed_is_refused(tmp_path, method, parts):
     section = {"quant_method": method, "bits": 4, "group_size": 16}
     refused(configured(a_llama(tmp_path), quantization_config=section), *parts)
 

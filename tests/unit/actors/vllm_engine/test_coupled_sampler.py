@@ -23,7 +23,7 @@ from protos.messages import Acceptance, Open, Sampling, Scoring, TokenRules
 
 SAMPLING = Sampling(temperature=0.7, top_k=5, frequency_penalty=0.5)
 PLAIN = Open("a", 2, (1, 2, 3, 4), 3, 20, (), Sampling(), 1 << 60, 4, 9, Acceptance.COUPLED, 5)
-PENALISED = Open("p", 2, (1, 2, 3, 4), 3, 20, (), SAMPLING, 1 << 60, 4, 9, Acceptance.COUPLED, 5)
+PENALIZED = Open("p", 2, (1, 2, 3, 4), 3, 20, (), SAMPLING, 1 << 60, 4, 9, Acceptance.COUPLED, 5)
 BIASED = Open(
     "b", 1, (1, 2), 2, 20, (), SAMPLING, 7, 0, 9, Acceptance.COUPLED, 5, rules=TokenRules(logit_bias=((6, 100.0),))
 )
@@ -38,7 +38,7 @@ def noted(text: list[int], asked: list[tuple[int, int]]):
 
 
 def test_an_open_travels_in_a_requests_extra_arguments_between_processes():
-    for request in (PLAIN, PENALISED, BIASED):
+    for request in (PLAIN, PENALIZED, BIASED):
         assert request_in(pickle.loads(pickle.dumps(extra_args(request)))) == request
 
 
@@ -56,14 +56,14 @@ def test_a_block_equals_that_of_the_own_engine():
 def test_only_new_tokens_are_examined_and_only_for_rules_that_need_them():
     """The client's prompt ends at 3; penalties count the next token, which was committed elsewhere."""
     asked: list[tuple[int, int]] = []
-    session = SessionDraws.of(PENALISED, PROCESSOR_FACTORIES)
+    session = SessionDraws.of(PENALIZED, PROCESSOR_FACTORIES)
     for text in ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6]):
         session.block(len(text), noted(text, asked), [])
     SessionDraws.of(PLAIN, PROCESSOR_FACTORIES).block(5, noted([], asked), [])
     assert asked == [(3, 4), (4, 6)]
 
 
-@pytest.mark.parametrize("request_", [PENALISED, BIASED], ids=["penalised", "biased"])
+@pytest.mark.parametrize("request_", [PENALIZED, BIASED], ids=["penalized", "biased"])
 def test_decisions_equal_those_of_the_own_engine(request_: Open):
     text = [*request_.tokens, 5, 5, 5]
     logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ def test_a_draft_is_compared_with_its_own_confidence():
     assert bad.expected == pytest.approx(0.8)
     assert bad.warning is not None
     assert "but its own confidence predicts 80 %" in bad.warning
-    for cause in ("tokenizer", "chat template", "another target", "dtype", "RoPE", "quantisation", "damaged weights"):
+    for cause in ("tokenizer", "chat template", "another target", "dtype", "RoPE", "quantization", "damaged weights"):
         assert cause in bad.warning
 
 

@@ -55,7 +55,7 @@ class Pool:
         for address in self._pages:
             self._router.targets.up(address)
         self._conversations: list[Conversation] = []
-        self._running: dict[str, tuple[int, Conversation, Assignment]] = {}  # with the last step of the turn
+        self._running: dict[str, tuple[int, Conversation, Assignment]] = {}  # by session; int: last step of its turn
         self._turns = 0
         self.outcome = Outcome()
 

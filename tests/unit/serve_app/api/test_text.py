@@ -1,4 +1,4 @@
-"""Tests detokenisation, stop strings and chat templates."""
+"""Tests detokenization, stop strings and chat templates."""
 
 import itertools
 from itertools import groupby, pairwise
@@ -17,7 +17,7 @@ TOKENS_OF_THE_TOY = 259  # 256 bytes, <eos>, <pad>, <tool>
 
 
 @pytest.fixture(scope="module")
-def detokenise(tokenizer: Any) -> Any:
+def detokenize(tokenizer: Any) -> Any:
     codec = TextCodec(tokenizer, ())
 
     def pieces(tokens: list[int]) -> list[str]:
@@ -27,28 +27,28 @@ def detokenise(tokenizer: Any) -> Any:
     return pieces
 
 
-def test_half_a_character_is_held_back(codec: TextCodec, detokenise: Any) -> None:
-    assert detokenise(list(codec.encode("a€b"))) == ["a", "", "", "€", "b", ""]
+def test_half_a_character_is_held_back(codec: TextCodec, detokenize: Any) -> None:
+    assert detokenize(list(codec.encode("a€b"))) == ["a", "", "", "€", "b", ""]
 
 
-def test_an_unfinished_character_is_released_at_the_end(codec: TextCodec, detokenise: Any) -> None:
-    assert detokenise(list(codec.encode("a€"))[:-1]) == ["a", "", "", "\ufffd"]
+def test_an_unfinished_character_is_released_at_the_end(codec: TextCodec, detokenize: Any) -> None:
+    assert detokenize(list(codec.encode("a€"))[:-1]) == ["a", "", "", "\ufffd"]
 
 
-def test_special_tokens_have_no_text_but_added_ones_do(codec: TextCodec, detokenise: Any) -> None:
+def test_special_tokens_have_no_text_but_added_ones_do(codec: TextCodec, detokenize: Any) -> None:
     a, *_ = codec.encode("a")
     eos, _, tool = range(256, 259)
-    assert detokenise([a, eos, tool, a]) == ["a", "", "<tool>", "a", ""]
+    assert detokenize([a, eos, tool, a]) == ["a", "", "<tool>", "a", ""]
 
 
-def test_a_special_token_inside_a_character_does_not_break_it(codec: TextCodec, detokenise: Any) -> None:
+def test_a_special_token_inside_a_character_does_not_break_it(codec: TextCodec, detokenize: Any) -> None:
     first, *others = codec.encode("é")
-    assert detokenise([first, 256, *others]) == ["", "", "é", ""]
+    assert detokenize([first, 256, *others]) == ["", "", "é", ""]
 
 
 @given(tokens=st.lists(st.integers(0, TOKENS_OF_THE_TOY - 1), max_size=40))
-def test_deltas_add_up_to_the_whole_decoding(tokenizer: Any, detokenise: Any, tokens: list[int]) -> None:
-    assert "".join(detokenise(tokens)) == tokenizer.decode(tokens, skip_special_tokens=True)
+def test_deltas_add_up_to_the_whole_decoding(tokenizer: Any, detokenize: Any, tokens: list[int]) -> None:
+    assert "".join(detokenize(tokens)) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="<\ufffd"), max_size=40))

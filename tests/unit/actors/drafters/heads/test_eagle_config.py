@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "fc bias": ("eagle1", {"bias": True}, "bias, but no tensor fc.bias"),
     "activation": ("eagle3", {"hidden_act": "gelu"}, "the activation gelu; only silu"),
     "sliding window": ("eagle3", {"layer_types": ["sliding_attention"]}, "layers of sliding_attention"),
-    "quantised": ("eagle3", {"quantization_config": {"quant_method": "fp8"}}, "is a quantised draft head"),
+    "quantized": ("eagle3", {"quantization_config": {"quant_method": "fp8"}}, "is a quantized draft head"),
     "rope": ("eagle3", {"rope_scaling": {"rope_type": "spiral"}}, "of kind 'spiral', expected one of"),
     "rotated in part": ("eagle3", {"partial_rotary_factor": 0.5}, "partial rotary positions"),
 }

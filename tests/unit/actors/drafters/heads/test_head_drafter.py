@@ -186,7 +186,7 @@ def test_a_tree_has_the_likeliest_tokens_of_each_position(name: str) -> None:
 
 
 def every_product(probs: Tensor) -> list[float]:
-    """Returns all paths through the four likeliest tokens of the first positions."""
+    """Returns the probability of every path through the four likeliest tokens of the first positions."""
     level = [1.0]
     found: list[float] = []
     for row in probs[:5]:
