@@ -68,7 +68,8 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
 def _splits_heads(model: PreTrainedModel) -> bool:
     """Returns whether ranks split the heads; a fused projection or a norm over all heads prevents this."""
     plan = model.tp_plan or {}
-    return not any(style == GATHERED for name, style in plan.items() if "attn" in name or "attention" in name)
+    styles = [style for name, style in plan.items() if "attn" in name or "attention" in name]
+    return bool(styles) and GATHERED not in styles
 
 
 def _has_latent_attention(config: PretrainedConfig) -> bool:

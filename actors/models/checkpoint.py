@@ -34,6 +34,7 @@ from actors.models.weights import (
     SINGLE,
     LoadReport,
     Shape,
+    Sources,
     Stored,
     check_finite,
     check_has_weights,
@@ -262,19 +263,26 @@ def _read(
     device: torch.device,
     group: Group,
 ) -> PreTrainedModel:
-    """Reads safetensors directly. If they need conversion, uses transformers, which supports only one rank."""
+    """Reads safetensors directly. On one rank, transformers converts them if needed; on several, tensors may only be
+    renamed and experts stacked.
+    """
     model = empty_model(folder, config, dtype)
     reason = mismatch(model, stored)
-    if reason and group.size > 1:
-        raise ModelError(
-            f"{folder} cannot be split over {group.size} ranks while loading: {reason}; use"
-            " target.tensor_parallel: 1, or save the checkpoint with transformers' save_pretrained first"
-        )
     if reason:
         check_tensors(model, {key: tensor.shape for key, tensor in stored.items()}, folder)
-        return _converted(folder, stored, dtype, device)
+        if group.size == 1:
+            return _converted(folder, stored, dtype, device)
+    try:
+        if getattr(config, "quantization_config", None):
+            raise ValueError(reason)
+        sources = Sources.of(model, stored)
+    except ValueError as error:
+        raise ModelError(
+            f"{folder} cannot be split over {group.size} ranks while loading: {error}; use"
+            " target.tensor_parallel: 1, or save the checkpoint with transformers' save_pretrained first"
+        ) from error
     cuts = shard(model, group) if group.size > 1 else {}
-    fill(model, stored, cuts, device, show=group.rank == 0)
+    fill(model, sources, stored, cuts, device, show=group.rank == 0)
     return model
 
 
@@ -311,10 +319,13 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: str) -> PreTraine
     return model.eval()
 
 
+MLP_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
 def _mlp_widths(config: Any) -> set[int]:
-    """Returns the distinct inner sizes of the layers' MLPs."""
-    widths = getattr(config, "intermediate_size", None) or []
-    return set(widths if isinstance(widths, list | tuple) else [widths])
+    """Returns the distinct inner sizes of the layers' MLPs and experts."""
+    found = [getattr(config, name, None) or [] for name in MLP_WIDTHS]
+    return {width for one in found for width in (one if isinstance(one, list | tuple) else [one])}
 
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

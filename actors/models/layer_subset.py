@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.models.checkpoint import empty_model
 from actors.models.config_reader import read_config
-from actors.models.weights import Stored, fill, mismatch, stored_tensors
+from actors.models.weights import Sources, Stored, fill, mismatch, stored_tensors
 from cluster.errors import ModelError
 
 
@@ -41,7 +41,7 @@ def load_layers(folder: Path, layers: Sequence[int], dtype: str, device: torch.d
             f"single layers of {folder} cannot be read: {reason}; use another draft.method, or save the checkpoint with"
             " transformers' save_pretrained first"
         )
-    fill(model, stored, {}, device, show=True)
+    fill(model, Sources.of(model, stored), stored, {}, device, show=True)
     return model
 
 

@@ -348,6 +348,6 @@ def _share(model: PreTrainedModel, group: Group) -> PreTrainedModel:
     share = copy.deepcopy(model)
     weights = dict(model.state_dict())
     cuts = shard(share, group)
-    weights |= {name: weights[name][cut.index].contiguous() for name, cut in cuts.items()}
+    weights |= {name: cut.of(weights[name]).contiguous() for name, cut in cuts.items()}
     share.load_state_dict(weights, assign=True)
     return share.requires_grad_(False)

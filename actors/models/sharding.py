@@ -1,13 +1,15 @@
-"""Splits linear layers over tensor-parallel ranks by transformers' plan for the architecture.
+"""Splits linear layers and experts over tensor-parallel ranks by transformers' plan for the architecture.
 
-Every rank holds ordinary tensors: its rows or columns of split layers, and all other layers in full. Only two layer
-classes communicate; the rest of the model is independent of ranks.
+Every rank holds ordinary tensors: its rows or columns of split layers, and all other layers in full. Every rank holds a
+part of every expert, so each computes the same routing, and a rank's work does not depend on it. Only two layer classes
+and the experts' outputs are exchanged; the rest of the model is independent of ranks.
 """
 
 import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,20 +23,24 @@ ROWS = "rowwise"
 ROWS_OF_WHOLE = "rowwise_split_input"
 WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"})
 SPLIT = frozenset({COLUMNS, GATHERED, ROWS, ROWS_OF_WHOLE})
+EXPERTS = "moe_tp_experts"  # a module whose parameters hold all experts, (experts, outputs, inputs)
+PACKED_COLUMNS = "packed_colwise"  # of experts: gate and up projections, one after the other
+ALIGNMENT = 16  # bytes, of rows of experts' weights (torch.nn.functional.grouped_mm)
+CUT_DIMS = {PACKED_COLUMNS: 1, ROWS: 2}  # of experts' parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Part of a tensor held by a rank: `length` elements from `begin` on, along `dim`."""
+    """Part of a tensor held by a rank: `length` elements along `dim` from each of `begins` on, one after the other."""
 
     dim: int
-    begin: int
+    begins: tuple[int, ...]
     length: int
 
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """Index that selects the part."""
-        return (slice(None),) * self.dim + (slice(self.begin, self.begin + self.length),)
+    def of(self, whole: Any) -> Tensor:
+        """Returns the part of a tensor, or of a tensor in a safetensors file."""
+        parts = [whole[(slice(None),) * self.dim + (slice(at, at + self.length),)] for at in self.begins]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 class RowParallelLinear(nn.Linear):
@@ -49,7 +55,7 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not self._inputs_are_split:
-            inputs = inputs.narrow(-1, self.cut.begin, self.cut.length)
+            inputs = inputs.narrow(-1, *self.cut.begins, self.cut.length)
         return self.reduce(F.linear(inputs, self.weight))
 
     def reduce(self, partial: Tensor) -> Tensor:
@@ -67,7 +73,7 @@ class VocabularyParallelHead(nn.Linear):
     def __init__(self, whole: nn.Linear, group: Group) -> None:
         rows = -(-whole.out_features // group.size)
         begin = min(group.rank * rows, whole.out_features)
-        cut = Cut(0, begin, min(rows, whole.out_features - begin))
+        cut = Cut(0, (begin,), min(rows, whole.out_features - begin))
         super().__init__(whole.in_features, cut.length, whole.bias is not None, **_kind(whole))
         self.cut = cut
         self._rows = rows
@@ -87,13 +93,32 @@ def check_plan(model: PreTrainedModel) -> None:
     """Raises ModelError if a model has no plan or its plan has an unsupported style."""
     if not model.tp_plan:
         raise ModelError(f"{type(model).__name__} has no tensor-parallel plan; use target.tensor_parallel: 1")
-    others = {name: style for name, style in _styles(model).items() if style not in SPLIT | WHOLE}
+    known = SPLIT | WHOLE | {EXPERTS, PACKED_COLUMNS}
+    styles = _styles(model)
+    others = {name: style for name, style in styles.items() if style not in known}
     if others:
         shown = ", ".join(f"{name}: {style}" for name, style in list(others.items())[:3])
         raise ModelError(
             f"{type(model).__name__} needs tensor parallelism that is not supported ({shown});"
             " use target.tensor_parallel: 1"
         )
+    for name in [name for name, style in styles.items() if style == EXPERTS]:
+        if not _is_splittable(model.get_submodule(name), name, styles):
+            raise ModelError(
+                f"{type(model).__name__} has experts of a form that cannot be split ({name});"
+                " use target.tensor_parallel: 1"
+            )
+
+
+def _is_splittable(experts: nn.Module, name: str, styles: dict[str, str]) -> bool:
+    """Returns whether experts have gate and up projections (experts, 2 * inner, hidden), down projections (experts,
+    hidden, inner), and no further parameters.
+    """
+    shapes = {styles.get(f"{name}.{own}"): parameter.shape for own, parameter in experts.named_parameters()}
+    if shapes.keys() != {PACKED_COLUMNS, ROWS} or len(list(experts.parameters())) != len(shapes):
+        return False
+    count, hidden, inner = shapes[ROWS] if len(shapes[ROWS]) == 3 else (0, 0, 0)
+    return tuple(shapes[PACKED_COLUMNS]) == (count, 2 * inner, hidden)
 
 
 def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
@@ -103,16 +128,40 @@ def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
     """
     check_plan(model)
     cuts: dict[str, Cut] = {}
-    for name, style in _styles(model).items():
-        if style in SPLIT:
-            layer = model.get_submodule(name)
-            if not isinstance(layer, nn.Linear):
+    styles = _styles(model)
+    modules = {name for name, _ in model.named_modules()}
+    for name in [name for name, style in styles.items() if style == EXPERTS]:
+        cuts |= _split_experts(model.get_submodule(name), name, styles, group)
+    for name, style in styles.items():
+        if style in SPLIT | {PACKED_COLUMNS} and name not in cuts:
+            layer = model.get_submodule(name) if name in modules else model.get_parameter(name)
+            if not isinstance(layer, nn.Linear) or style == PACKED_COLUMNS:
                 raise ModelError(f"cannot split {name}, a {type(layer).__name__}; use target.tensor_parallel: 1")
             local, cut = _split(layer, style, group)
             model.set_submodule(name, local)
             cuts[f"{name}.weight"] = cut
             if local.bias is not None and cut.dim == 0:
                 cuts[f"{name}.bias"] = cut
+    return cuts
+
+
+def _split_experts(experts: nn.Module, name: str, styles: dict[str, str], group: Group) -> dict[str, Cut]:
+    """Cuts every expert's inner width; sums the experts' outputs over the ranks. Returns the cuts by parameter."""
+    cuts: dict[str, Cut] = {}
+    for own, _ in list(experts.named_parameters(recurse=False)):
+        at = f"{name}.{own}"
+        whole = experts.get_parameter(own)
+        dim = CUT_DIMS[styles[at]]
+        cuts[at] = cut = _even_cut(dim, whole.shape[dim], group, blocks=2 if styles[at] == PACKED_COLUMNS else 1)
+        if cut.length * whole.itemsize % ALIGNMENT:
+            raise ModelError(
+                f"target.tensor_parallel is {group.size}, which leaves a rank {cut.length} units of each expert, but"
+                f" their size must be a multiple of {ALIGNMENT} bytes; use fewer ranks"
+            )
+        shape = list(whole.shape)
+        shape[dim] = cut.length * len(cut.begins)
+        setattr(experts, own, nn.Parameter(whole.new_empty(shape), requires_grad=False))
+    experts.register_forward_hook(lambda _module, _inputs, partial: group.all_reduce(partial))
     return cuts
 
 
@@ -140,11 +189,13 @@ def _split(whole: nn.Linear, style: str, group: Group) -> tuple[nn.Linear, Cut]:
     return layer, layer.cut
 
 
-def _even_cut(dim: int, size: int, group: Group) -> Cut:
-    if size % group.size:
-        raise ModelError(f"target.tensor_parallel is {group.size}; use a divisor of a layer's size, {size}")
-    length = size // group.size
-    return Cut(dim, group.rank * length, length)
+def _even_cut(dim: int, size: int, group: Group, blocks: int = 1) -> Cut:
+    """Cuts each of `blocks` equal blocks of a dimension."""
+    block = size // blocks
+    if size % blocks or block % group.size:
+        raise ModelError(f"target.tensor_parallel is {group.size}; use a divisor of a layer's size, {block}")
+    length = block // group.size
+    return Cut(dim, tuple(at * block + group.rank * length for at in range(blocks)), length)
 
 
 def _kind(layer: nn.Linear) -> dict[str, Any]:

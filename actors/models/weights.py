@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -20,7 +20,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.utils import logging
 
 from actors.models.config_reader import CONFIG, one_line, read_json
@@ -51,6 +58,45 @@ class Stored:
     path: Path
     shape: Shape
     key: str  # tensor name in the file
+
+
+Blocks = tuple[tuple[str, ...], ...]
+"""Stored keys of the tensors that are stacked into a parameter, by block; blocks are joined along dimension 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Stored keys of every parameter and buffer."""
+
+    single: Mapping[str, str]  # of those stored in one tensor
+    stacked: Mapping[str, Blocks]  # of those stored in one tensor per expert
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, stored: Mapping[str, Stored]) -> "Sources":
+        """Finds the sources after transformers' renaming. Raises ValueError for conversions other than stacking."""
+        expected = model.state_dict()
+        transforms = get_model_conversion_mapping(model, add_legacy=False)
+        renamings = [step for step in transforms if isinstance(step, WeightRenaming)]
+        converters = [step for step in transforms if isinstance(step, WeightConverter)]
+        single: dict[str, str] = {}
+        parts: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))  # by parameter and pattern
+        for key in stored:
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
+            if key in expected or pattern is None:
+                single[key if key in expected else name] = key
+            else:
+                parts[name][pattern].append(key)
+        stacked = {name: _blocks(name, found, converters) for name, found in parts.items() if name in expected}
+        return cls(_with_ties(model, {name: key for name, key in single.items() if name in expected}), stacked)
+
+
+def _blocks(name: str, parts: Mapping[str, Sequence[str]], converters: Sequence[WeightConverter]) -> Blocks:
+    converter = next(one for one in converters if not parts.keys().isdisjoint(one.source_patterns))
+    steps = [(type(step), step.dim) for step in converter.operations if isinstance(step, MergeModulelist | Concatenate)]
+    stacks = [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]
+    if steps not in stacks or len(steps) != len(converter.operations) or len(converter.target_patterns) > 1:
+        raise ValueError(f"{name} is converted while loading")
+    return tuple(tuple(sorted(parts[pattern], key=dot_natural_key)) for pattern in converter.source_patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +257,8 @@ def mismatch(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
         return f"the tensors of a {type(model).__name__} are converted while loading"
     if dtype_plan := model._get_dtype_plan(model.dtype):
         return f"{', '.join(sorted(dtype_plan))} must stay in float32"
-    origins = _origins(model, stored)
     expected = model.state_dict()
+    origins = _with_ties(model, {name: name for name in expected if name in stored})
     problems = {
         "missing": [name for name in expected if name not in origins],
         "not of the model": [
@@ -224,20 +270,31 @@ def mismatch(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
 
 
 def fill(
-    model: PreTrainedModel, stored: Mapping[str, Stored], cuts: Mapping[str, Cut], device: torch.device, show: bool
+    model: PreTrainedModel,
+    sources: Sources,
+    stored: Mapping[str, Stored],
+    cuts: Mapping[str, Cut],
+    device: torch.device,
+    show: bool,
 ) -> None:
     """Loads an empty model's weights, cut by `cuts`. With `show`, a long load shows a progress bar on stderr.
 
     Raises ModelError for NaN or infinite weights.
     """
-    empty: dict[str, Tensor] = model.state_dict()
+    wide = tuple(model._get_dtype_plan(model.dtype))  # names of parameters that stay in float32
+    dtype_of = {
+        name: torch.float32 if any(part in name for part in wide) else tensor.dtype
+        for name, tensor in model.state_dict().items()
+    }
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # not buffers: masks hold -inf
     parts: dict[str, dict[str, Cut | None]] = defaultdict(dict)  # by key, then by parameter
-    for name, key in _origins(model, stored).items():
+    for name, key in sources.single.items():
         parts[key][name] = cuts.get(name)
-    dtypes = {key: empty[next(iter(names))].dtype for key, names in parts.items()}
+    dtypes = {key: dtype_of[next(iter(names))] for key, names in parts.items()}
     filled: dict[str, Tensor] = {}
-    progress = logging.tqdm(total=len(parts), desc="Loading weights", delay=SHOWN_AFTER_S, disable=not show)
+    progress = logging.tqdm(
+        total=len(parts) + len(sources.stacked), desc="Loading weights", delay=SHOWN_AFTER_S, disable=not show
+    )
     with progress, ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for path in sorted({stored[key].path for key in parts}):
             keys = [key for key in parts if stored[key].path == path]
@@ -251,6 +308,12 @@ def fill(
                     progress.update()
             if broken:  # raised after all threads have finished reading
                 raise _not_finite(path, broken, model.dtype)
+        for name, blocks in sources.stacked.items():
+            whole = _read_stacked(blocks, stored, cuts.get(name), dtype_of[name], device)
+            if not is_finite(whole):
+                raise _not_finite(stored[blocks[0][0]].path.parent, [name], model.dtype)
+            filled[name] = nn.Parameter(whole, requires_grad=False)
+            progress.update()
     model.load_state_dict(filled, assign=True)
     model.to(device)  # moves buffers that are not stored
     model.requires_grad_(False)
@@ -267,14 +330,38 @@ def report(model: PreTrainedModel, started: float) -> LoadReport:
     return LoadReport(time.perf_counter() - started, peak, parameters)
 
 
-def _origins(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, str]:
-    """Maps every parameter and buffer to its stored key. Of tied parameters, a checkpoint may store one or both."""
-    origins = {name: name for name in model.state_dict() if name in stored}
+def _with_ties(model: PreTrainedModel, origins: Mapping[str, str]) -> dict[str, str]:
+    """Adds tied parameters to the stored keys by parameter; of each pair, a checkpoint may store one or both."""
+    tied = dict(origins)
     for target, source in model.all_tied_weights_keys.items():
         for name, other in ((target, source), (source, target)):
-            if name not in stored and other in stored:
-                origins[name] = other
-    return origins
+            if name not in origins and other in origins:
+                tied[name] = origins[other]
+    return tied
+
+
+def _read_stacked(
+    blocks: Blocks, stored: Mapping[str, Stored], cut: Cut | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Reads a parameter that is stored in one tensor per expert and block; reads only the cut parts."""
+    joined: list[Tensor] = []
+    with ExitStack() as stack:
+        shards = {
+            path: stack.enter_context(_opened(path)) for path in {stored[key].path for keys in blocks for key in keys}
+        }
+        for at, keys in enumerate(blocks):
+            part = None if cut is None else _block_cut(cut, at, stored[keys[0]].shape)
+            slices = [shards[stored[key].path].get_slice(stored[key].key) for key in keys]
+            joined.append(torch.stack([(one[:] if part is None else part.of(one)).to(device, dtype) for one in slices]))
+    return joined[0] if len(joined) == 1 else torch.cat(joined, 1)
+
+
+def _block_cut(cut: Cut, block: int, shape: Shape) -> Cut:
+    """Returns the cut of one block's tensors, which lack the stacked dimension."""
+    dim = cut.dim - 1
+    if len(cut.begins) == 1:
+        return Cut(dim, cut.begins, cut.length)
+    return Cut(dim, (cut.begins[block] - block * shape[dim],), cut.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,10 +378,10 @@ def _read(shard: Any, key: str, parts: Mapping[str, Cut | None], dtype: torch.dt
     """
     cuts = set(parts.values())
     common = cuts.pop() if len(cuts) == 1 else None
-    view = shard.get_tensor(key) if common is None else shard.get_slice(key)[common.index]
+    view = shard.get_tensor(key) if common is None else common.of(shard.get_slice(key))
     whole = nn.Parameter(view.to(device, dtype).contiguous(), requires_grad=False)
     mapped = {
-        name: whole if cut is None or cut == common else nn.Parameter(whole[cut.index], requires_grad=False)
+        name: whole if cut is None or cut == common else nn.Parameter(cut.of(whole), requires_grad=False)
         for name, cut in parts.items()
     }
     return _Read(key, whole, mapped)

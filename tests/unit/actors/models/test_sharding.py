@@ -58,6 +58,60 @@ def test_split_models_give_the_logits_of_whole_ones(tmp_path, kind, ranks):
     check_split(tmp_path, a_model(kind), ranks)
 
 
+EXPERTS = {
+    "intermediate_size": 48,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 12,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "decoder_sparse_step": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+EXPERT_KINDS = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+    "olmoe",
+    "granitemoe",
+    "phimoe",
+    "ernie4_5_moe",
+    "dots1",
+)
+
+
+def with_experts(kind: str, **changes: Any) -> PreTrainedModel:
+    """Returns a mixture of experts whose experts differ, and are all used."""
+    config = AutoConfig.for_model(kind)
+    known = {name: value for name, value in EXPERTS.items() if hasattr(config, name)}
+    model = a_model(kind, **{**known, **changes})
+    for parameter in model.parameters():
+        if parameter.dim() == 3:
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return model
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", EXPERT_KINDS)
+def test_ranks_hold_parts_of_every_expert(tmp_path, kind, ranks):
+    """Checkpoints store one tensor per expert and projection, which loading stacks."""
+    check_split(tmp_path, with_experts(kind), ranks)
+
+
+def test_a_rank_reads_its_part_of_the_experts_alone(tmp_path):
+    with_experts("mixtral").save_pretrained(tmp_path)
+    share = load(tmp_path, "bfloat16", CPU, Planned(1, 3)).model
+    experts = share.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.shape == (4, 2 * 16, 48)
+    assert experts.down_proj.shape == (4, 48, 16)
+    assert {parameter.dtype for parameter in share.parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(32, 2), (32, 3), (4, 3), (1, 3)])
@@ -106,7 +160,7 @@ def test_a_step_communicates_twice_a_layer_and_once_for_the_logits(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "named"),
     [
-        ("mixtral", {"num_local_experts": 2}, r"MixtralForCausalLM.*mlp\.experts.*(moe_tp_experts|packed_colwise)"),
+        ("llama4_text", {"num_local_experts": 2}, r"Llama4ForCausalLM.*(experts|router)"),
         ("gpt2", {}, "GPT2LMHeadModel has no tensor-parallel plan"),
     ],
 )
@@ -116,6 +170,13 @@ def test_unsplittable_models_are_refused_by_name_at_startup(tmp_path, kind, chan
     check_tensor_parallel(tmp_path, 1)
     with pytest.raises(ModelError, match=named):
         check_tensor_parallel(tmp_path, 2)
+
+
+def test_experts_whose_parts_cannot_be_multiplied_are_refused(tmp_path):
+    """Rows of 6 bfloat16 numbers have no multiple of 16 bytes."""
+    with_experts("mixtral", intermediate_size=12).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="multiple of 16 bytes; use fewer ranks"):
+        load(tmp_path, "bfloat16", CPU, Planned(0, 2))
 
 
 def test_a_size_that_does_not_divide_is_never_cut_unevenly():
