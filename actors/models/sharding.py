@@ -55,7 +55,7 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not self._inputs_are_split:
-            inputs = inputs.narrow(-1, *self.cut.begins, self.cut.length)
+            inputs = inputs.narrow(-1, self.cut.begins[0], self.cut.length)
         return self.reduce(F.linear(inputs, self.weight))
 
     def reduce(self, partial: Tensor) -> Tensor:

@@ -103,6 +103,25 @@ def test_ranks_hold_parts_of_every_expert(tmp_path, kind, ranks):
     check_split(tmp_path, with_experts(kind), ranks)
 
 
+def test_experts_may_be_stored_in_several_files(tmp_path):
+    model = with_experts("qwen3_moe")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    shares = [load(tmp_path, "float32", CPU, Planned(rank, 2)).model for rank in (0, 1)]
+    experts = [share.model.layers[1].mlp.experts.down_proj for share in shares]
+    assert torch.equal(torch.cat(experts, -1), model.model.layers[1].mlp.experts.down_proj)
+
+
+def test_a_weight_that_is_not_finite_is_found_in_the_rank_s_part_of_an_expert(tmp_path):
+    model = with_experts("mixtral")
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3, 0, -1] = torch.nan
+    model.save_pretrained(tmp_path)
+    load(tmp_path, "float32", CPU, Planned(0, 2))
+    with pytest.raises(ModelError, match=r"NaN or infinite.*layers\.1\.mlp\.experts\.down_proj"):
+        load(tmp_path, "float32", CPU, Planned(1, 2))
+
+
 def test_a_rank_reads_its_part_of_the_experts_alone(tmp_path):
     with_experts("mixtral").save_pretrained(tmp_path)
     share = load(tmp_path, "bfloat16", CPU, Planned(1, 3)).model
