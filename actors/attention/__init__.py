@@ -50,6 +50,11 @@ class AttentionBackend(Protocol):
         """True if rows may contain trees."""
         ...
 
+    @property
+    def softcap(self) -> float | None:
+        """Bound of scores: softcap * tanh(score / softcap), as in Gemma 2; None: scores are unbounded."""
+        ...
+
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> AttentionPlan: ...
 
 

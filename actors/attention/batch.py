@@ -33,6 +33,7 @@ class RaggedBatch:
         tokens = [token for row in rows for token in row.tokens]
         positions = [at for row in rows for at in row.positions]
         written = [row.pages[at // size] * size + at % size for row in rows for at in row.slots]
+        self.softcap = backend.softcap
         self._plan = backend.plan(rows, cache)
         parts = to_device([tokens, positions, written, _logit_indices(rows), *self._plan.integers], cache.device)
         # tokens, positions: (total,); written: (total,) slots in the pool; logit_at: (requested,) indices in the batch

@@ -36,6 +36,7 @@ class FlashInfer:
 
     name = "flashinfer"
     takes_trees = True
+    softcap = None
 
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library

@@ -28,6 +28,7 @@ class Flex:
 
     name = "flex"
     takes_trees = True
+    softcap = None
 
     def __init__(self, kernel: Callable[..., Tensor]) -> None:
         self._kernel = kernel

@@ -15,7 +15,6 @@ from cluster.errors import ModelError
 ATTENTION_NAME = "slipstream"
 CHANGES_SCORES = {  # unsupported arguments of transformers' attention functions, and their features
     "s_aux": "attention sinks",
-    "softcap": "a soft cap on scores",
     "position_bias": "a bias by position",
     "head_mask": "a mask over heads",
     "indices": "sparse attention to selected keys",
@@ -50,6 +49,7 @@ def paged_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface with `RaggedBatch.attend`.
@@ -66,6 +66,11 @@ def paged_attention(
         raise ModelError(f"{type(module).__name__} has values wider than its keys; use another model")
     slot = module.batch_slot
     assert isinstance(slot, BatchSlot), "`share_batch` gives every attention layer a slot"
+    if softcap != slot.batch.softcap:
+        raise ModelError(
+            f"{type(module).__name__} bounds its scores by {softcap}, but its config says {slot.batch.softcap}; use"
+            " another model"
+        )
     padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
     key_value = torch.cat([key[0], padded[0]]).transpose(0, 1)
     layer = int(module.layer_idx)  # type: ignore[arg-type]

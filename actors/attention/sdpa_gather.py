@@ -24,8 +24,11 @@ class SdpaGather:
     name = "gathered"
     takes_trees = True
 
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
+
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> "SdpaGatherPlan":
-        return SdpaGatherPlan(rows, cache)
+        return SdpaGatherPlan(rows, cache, self.softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,9 @@ class RowGroup:
 class SdpaGatherPlan:
     """Attends a step's rows group by group."""
 
-    def __init__(self, rows: Sequence[InputRow], cache: PagedCache) -> None:
+    def __init__(self, rows: Sequence[InputRow], cache: PagedCache, softcap: float | None = None) -> None:
         self._cache = cache
+        self._softcap = softcap
         self._drafts = [_GroupDraft(members, len(rows), cache.page_size) for members in _groups(rows, cache.device)]
         self.integers = [part for draft in self._drafts for part in draft.integers]
         self.groups: list[RowGroup] = []
@@ -89,15 +93,25 @@ class SdpaGatherPlan:
         repeat = heads // kv_heads
         keys, values = _gather(rows, pool).unbind(2)  # each (count, keys, kv heads, head dim)
         grouped = query.view(rows.count, rows.queries, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(
+        attended = self._weigh(
             grouped.reshape(rows.count, kv_heads, repeat * rows.queries, head_dim),
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            attn_mask=self.mask(index, repeat, window),
-            scale=scaling,
+            self.mask(index, repeat, window),
+            scaling,
         )
         apart = attended.view(rows.count, kv_heads, repeat, rows.queries, head_dim).permute(0, 3, 1, 2, 4)
         return apart.reshape(-1, heads, head_dim)
+
+    def _weigh(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+        """Returns the values weighted by the softmax of the scores; torch's own kernels cannot bound scores."""
+        if self._softcap is None:
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        scores = query @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        scores = self._softcap * torch.tanh(scores / self._softcap)
+        if mask is not None:
+            scores = scores + mask
+        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
 
     def mask(self, group: int, repeat: int, window: int | None) -> Tensor | None:
         """Returns the additive mask, (count, 1, repeat x queries, keys), with each query repeated for `repeat` heads.

@@ -39,6 +39,7 @@ class AttentionShape:
     page_size: int
     dtype: torch.dtype
     slides: bool = True  # whether any layer has a sliding window
+    softcap: float | None = None  # bound of scores; None: unbounded
 
     @property
     def page_bytes(self) -> int:
@@ -62,6 +63,7 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
         page_size=page_size,
         dtype=model.dtype,
         slides=getattr(config, "sliding_window", None) is not None,
+        softcap=getattr(config, "attn_logit_softcapping", None),
     )
 
 
@@ -270,9 +272,11 @@ def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]
 
 @torch.inference_mode()
 def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionBackend, AttentionReport]:
-    """Measures the backends on a GPU and returns the fastest correct one. On a CPU, only `SdpaGather` works."""
-    if device.type != "cuda":
-        return SdpaGather(), AttentionReport(SdpaGather.name)
+    """Measures the backends on a GPU and returns the fastest correct one. Only `SdpaGather` works on a CPU, or bounds
+    scores.
+    """
+    if device.type != "cuda" or shape.softcap is not None:
+        return SdpaGather(shape.softcap), AttentionReport(SdpaGather.name)
     factories: dict[str, Make] = {
         "flashinfer": lambda: flashinfer_for(device),
         "flex": lambda: flex_for(shape.page_size),

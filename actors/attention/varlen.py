@@ -23,6 +23,7 @@ class Varlen:
 
     name = "varlen"
     takes_trees = False
+    softcap = None
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
         self._kernel = kernel

@@ -165,7 +165,12 @@ class _Successors:
         """
         pages = -(-PROBE_TOKENS // self._shape.page_size)
         runner = ModelRunner(
-            model, pages, self._shape.page_size, SdpaGather(), parts.decoder, context=self._setup.max_context
+            model,
+            pages,
+            self._shape.page_size,
+            SdpaGather(self._shape.softcap),
+            parts.decoder,
+            context=self._setup.max_context,
         )
         tokens = tuple(islice(self._setup.target_tokens, PROBE_TOKENS))
         output = runner.forward([InputRow(tokens, 0, len(tokens), tuple(range(pages)))])

@@ -232,8 +232,8 @@ class _Attended:
 class _RecordedBatch(RaggedBatch):
     """Batch that records each layer's attention arguments."""
 
-    def __init__(self, rows: Sequence[InputRow], cache: PagedCache) -> None:
-        super().__init__(rows, cache, SdpaGather())
+    def __init__(self, rows: Sequence[InputRow], cache: PagedCache, softcap: float | None) -> None:
+        super().__init__(rows, cache, SdpaGather(softcap))
         self.attended: list[_Attended] = []
 
     def attend(self, layer: int, query: Tensor, key_value: Tensor, scaling: float | None, window: int | None) -> Tensor:
@@ -304,7 +304,7 @@ class _CheckedRank:
         return _Part(InputRow(text[start:], start, count, PAGES[session]), texts.expected(text, count))
 
     def _step(self, what: str, parts: Sequence[_Part]) -> None:
-        batch = _RecordedBatch([part.row for part in parts], self._cache)
+        batch = _RecordedBatch([part.row for part in parts], self._cache, self._shape.softcap)
         logits = self._decode(batch).logits
         self._check_attention(batch.attended)
         expected = torch.cat([part.expected for part in parts])

@@ -47,6 +47,7 @@ class TimedBackend:
     """Gathering backend with a simulated duration per layer and a changed result."""
 
     takes_trees = True
+    softcap = None
 
     def __init__(
         self, name: str, clock: Clock, seconds: float, change: Callable[[Tensor], Tensor] = Tensor.clone
@@ -75,6 +76,12 @@ def getting_faster() -> Callable[[], float]:
 
 def failing() -> AttentionBackend:
     raise ImportError("no such library")
+
+
+def test_a_model_that_bounds_its_scores_gets_the_backend_that_can():
+    """No backend is measured, so this works on any device."""
+    backend, report = choose_attention(replace(SHAPE, softcap=30.0), torch.device("cuda"))
+    assert (backend.softcap, report.chosen, report.is_fallback) == (30.0, "gathered", False)
 
 
 def test_the_fastest_right_backend_is_chosen_and_others_have_a_reason(monkeypatch):

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     PreTrainedModel,
@@ -204,7 +202,6 @@ def test_single_tokens_of_equal_and_unequal_contexts_give_plain_logits(plain):
 
 
 REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
-    "soft caps": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES)),
     "sinks": lambda: GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)),
     "chunked layers": lambda: Qwen3ForCausalLM(
         Qwen3Config(**SIZES, layer_types=["chunked_attention", "full_attention", "full_attention"])

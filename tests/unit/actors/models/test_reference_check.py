@@ -67,6 +67,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "one kv head": ("gpt_bigcode", GPT),
     "learned positions": ("gpt2", GPT),
     "layers that ask for the type of a weight": ("hunyuan_v1_moe", SIZES | {"num_experts": 4, "moe_topk": 2}),
+    "bounded scores": ("gemma2", SIZES | {"attn_logit_softcapping": 0.5}),
     "a window that no text reaches": ("phimoe", SIZES | {"sliding_window": 1024, "num_local_experts": 4}),
 }
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -84,7 +85,6 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         SIZES | {"global_head_dim": 16},
         "layers that differ in head_dim",
     ),
-    "soft caps": ("gemma2", SIZES, "soft cap"),
     "states in place of keys": ("mamba", {"vocab_size": 64, "hidden_size": 32}, "no attention heads"),
 }
 
