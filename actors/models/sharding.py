@@ -21,7 +21,9 @@ COLUMNS = "colwise"
 GATHERED = "colwise_gather_output"
 ROWS = "rowwise"
 ROWS_OF_WHOLE = "rowwise_split_input"
-WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"})
+WHOLE = frozenset(
+    {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "mla_kv_a_proj"}
+)
 SPLIT = frozenset({COLUMNS, GATHERED, ROWS, ROWS_OF_WHOLE})
 EXPERTS = "moe_tp_experts"  # a module whose parameters hold all experts, (experts, outputs, inputs)
 PACKED_COLUMNS = "packed_colwise"  # of experts: gate and up projections, one after the other

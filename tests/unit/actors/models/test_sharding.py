@@ -103,6 +103,12 @@ def test_ranks_hold_parts_of_every_expert(tmp_path, kind, ranks):
     check_split(tmp_path, with_experts(kind), ranks)
 
 
+def test_ranks_split_the_heads_of_latent_attention(tmp_path):
+    """Every rank computes the whole latent, and expands it for its own heads."""
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    check_split(tmp_path, with_experts("deepseek_v2", **latent, num_key_value_heads=12), 3)
+
+
 def test_experts_may_be_stored_in_several_files(tmp_path):
     model = with_experts("qwen3_moe")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
