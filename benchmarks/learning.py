@@ -183,8 +183,8 @@ def phases(arguments: argparse.Namespace, console: Console) -> None:
         return {kind: score_draft(folder, own, draft.draft_tokens) for kind, own in data.held_out.items()}
 
     rows = learn_in_phases(arguments, console, learner, data.learned, "as shipped", draft.folder, scores)
-    if arguments.save_plot:
-        save_plot(rows, arguments.save_plot)
+    if arguments.picture:
+        save_plot(rows, arguments.picture)
 
 
 def heads(arguments: argparse.Namespace, console: Console) -> None:
@@ -343,7 +343,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, metavar="OUT.svg", help="draw agreement by phase")
     parser.add_argument("--json", type=Path, help="write all figures here, after each part")
     arguments = parser.parse_args()
-    if arguments.save_plot:
+    if arguments.picture:
         require_matplotlib()
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(arguments.threads)

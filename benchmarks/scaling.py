@@ -206,8 +206,8 @@ def main() -> None:
         if arguments.json:
             results = {"phases": [asdict(phase) for phase in PHASES], "samples": [asdict(sample) for sample in samples]}
             arguments.json.write_text(json.dumps(results) + "\n", encoding="utf-8")
-    if arguments.save_plot:
-        save_plot(samples, arguments.save_plot)
+    if arguments.picture:
+        save_plot(samples, arguments.picture)
     sys.exit(1 if failures else 0)
 
 

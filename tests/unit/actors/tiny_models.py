@@ -41,7 +41,13 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),  # norms on queries and keys
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW)),
     "gemma2": lambda: Gemma2ForCausalLM(  # bounds scores
-        Gemma2Config(**SIZES, sliding_window=WINDOW, layer_types=LAYERS, attn_logit_softcapping=0.5)
+        Gemma2Config(
+            **SIZES,
+            sliding_window=WINDOW,
+            layer_types=LAYERS,
+            attn_logit_softcapping=0.5,
+            final_logit_softcapping=None,
+        )
     ),
     "gemma3": lambda: Gemma3ForCausalLM(  # alternates windows and full attention; custom scale
         Gemma3TextConfig(**SIZES, sliding_window=WINDOW, layer_types=LAYERS, query_pre_attn_scalar=16)
