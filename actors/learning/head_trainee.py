@@ -77,7 +77,7 @@ class LoadedHead:
 class StatesFile:
     """Hidden states of a training's examples, by session, in an unnamed file that ends with the process.
 
-    A file, because the store may drop states during a training and may hold more than fits into memory.
+    The store may drop states while a training runs, and the states may not fit into memory, so a file holds them.
     """
 
     def __init__(self, folder: Path, layout: StatesFormat) -> None:

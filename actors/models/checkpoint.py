@@ -273,8 +273,6 @@ def _read(
         if group.size == 1:
             return _converted(folder, stored, dtype, device)
     try:
-        if getattr(config, "quantization_config", None):
-            raise ValueError(reason)
         sources = Sources.of(model, stored)
     except ValueError as error:
         raise ModelError(

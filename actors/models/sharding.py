@@ -1,8 +1,8 @@
 """Splits linear layers and experts over tensor-parallel ranks by transformers' plan for the architecture.
 
-Every rank holds ordinary tensors: its rows or columns of split layers, and all other layers in full. Every rank holds a
-part of every expert, so each computes the same routing, and a rank's work does not depend on it. Only two layer classes
-and the experts' outputs are exchanged; the rest of the model is independent of ranks.
+Every rank holds ordinary tensors: its rows or columns of split layers, and all other layers in full. It also holds a
+part of every expert, so all ranks have equal work, whatever the routing. Only two layer classes and the experts
+communicate; the rest of the model is independent of ranks.
 """
 
 import re
@@ -131,14 +131,16 @@ def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
     check_plan(model)
     cuts: dict[str, Cut] = {}
     styles = _styles(model)
-    modules = {name for name, _ in model.named_modules()}
+    modules = dict(model.named_modules())
     for name in [name for name, style in styles.items() if style == EXPERTS]:
         cuts |= _split_experts(model.get_submodule(name), name, styles, group)
     for name, style in styles.items():
         if style in SPLIT | {PACKED_COLUMNS} and name not in cuts:
-            layer = model.get_submodule(name) if name in modules else model.get_parameter(name)
+            layer = modules.get(name)
             if not isinstance(layer, nn.Linear) or style == PACKED_COLUMNS:
-                raise ModelError(f"cannot split {name}, a {type(layer).__name__}; use target.tensor_parallel: 1")
+                raise ModelError(
+                    f"cannot split {name} of a {type(model).__name__} ({style}); use target.tensor_parallel: 1"
+                )
             local, cut = _split(layer, style, group)
             model.set_submodule(name, local)
             cuts[f"{name}.weight"] = cut

@@ -73,21 +73,26 @@ class Sources:
 
     @classmethod
     def of(cls, model: PreTrainedModel, stored: Mapping[str, Stored]) -> "Sources":
-        """Finds the sources after transformers' renaming. Raises ValueError for conversions other than stacking."""
+        """Finds the sources after transformers' renaming.
+
+        Raises ValueError if the weights are quantized, or converted in another way than by stacking.
+        """
+        if getattr(model.config, "quantization_config", None):
+            raise ValueError("its weights are quantized")
         expected = model.state_dict()
         transforms = get_model_conversion_mapping(model, add_legacy=False)
         renamings = [step for step in transforms if isinstance(step, WeightRenaming)]
         converters = [step for step in transforms if isinstance(step, WeightConverter)]
-        single: dict[str, str] = {}
+        single = {key: key for key in stored if key in expected}
         parts: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))  # by parameter and pattern
-        for key in stored:
+        for key in stored.keys() - single.keys():
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
-            if key in expected or pattern is None:
-                single[key if key in expected else name] = key
-            else:
+            if name in expected and pattern is None:
+                single.setdefault(name, key)
+            elif name in expected:
                 parts[name][pattern].append(key)
-        stacked = {name: _blocks(name, found, converters) for name, found in parts.items() if name in expected}
-        return cls(_with_ties(model, {name: key for name, key in single.items() if name in expected}), stacked)
+        stacked = {name: _blocks(name, found, converters) for name, found in parts.items()}
+        return cls(_with_ties(model, single), stacked)
 
 
 def _blocks(name: str, parts: Mapping[str, Sequence[str]], converters: Sequence[WeightConverter]) -> Blocks:

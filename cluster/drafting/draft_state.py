@@ -44,9 +44,7 @@ class BlockDraft:
     chance: float = 1.0  # estimated probability of `outcome`
     state: Any = None  # private to the method: state at the position before the block
     unverified: tuple[int, ...] | None = None  # root only: tokens under verification
-    needs_read_for_choices: bool = (
-        False  # root only: True if alternatives to its tokens are known only after reading the root
-    )
+    needs_read_for_choices: bool = False  # root only: True if its alternatives are known only after it has been read
     main: "BlockDraft | None" = None  # root off the main path: root of the main path
     stem: tuple[int, ...] = ()  # branch only: preceding tokens; the last one is off the main path
     branches: list["BlockDraft"] = field(default_factory=list)

@@ -328,9 +328,9 @@ class SessionTable:
         return [_resync(session)]
 
     def exchanged(self, version: int, load_check: LoadCheck) -> None:
-        """Starts separate acceptance counts for the new weights, and forgets how late blocks of the earlier ones were.
+        """Starts separate acceptance counts for the new weights, and restores the session limit.
 
-        The trainer of the new weights may have delayed them.
+        The trainer of the new weights may have delayed blocks and thus lowered the limit.
         """
         self.load_check = load_check
         self._capacity = Capacity(self._limits.max_sessions)

@@ -23,8 +23,8 @@ FIRST_BLOCK_S = 10.0  # the same limit while the drafter may still be prefilling
 class CircuitBreaker:
     """A router's circuit breaker for one drafter.
 
-    A closed breaker lets sessions through. The breaker opens when the drafter is silent for too long, refuses a session
-    because it is full, or has several collapsed sessions. After a pause it is half-open and passes one session as a
+    A closed breaker lets sessions through. The breaker opens when the drafter is silent for too long, is full and
+    refuses a session, or has several collapsed sessions. After a pause it is half-open and passes one session as a
     probe: a block closes the breaker, silence reopens it for longer. After silence, any block closes the breaker. After
     collapses, only a session that ends with good acceptance closes it, because a bad drafter keeps sending blocks. A
     full drafter is healthy: its pauses stay short, and each passes one more session.
@@ -90,7 +90,7 @@ class CircuitBreaker:
             self._close()
 
     def refused(self, now: float) -> None:
-        """Opens the breaker after the drafter refused a session because it is full."""
+        """Opens the breaker after a full drafter has refused a session."""
         self._misses = 0
         if self._open_until is None or self._was_full:
             self._open_until = now + FULL_PAUSE_S

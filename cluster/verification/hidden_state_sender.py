@@ -97,7 +97,7 @@ class StateRecompute:
 
 VERDICT_STATES_BYTES = 256 << 10  # maximum bytes of earlier states per verdict: 2 ms at 1 Gbit/s
 WINDOW_BYTES = 4 << 20  # maximum unacknowledged bytes per drafter: 3 ms at 10 Gbit/s, longer than a round trip
-UNSTORED_WINDOW_BYTES = 64 << 20  # the same limit if pages keep no states
+UNSTORED_WINDOW_BYTES = 64 << 20  # the same limit if states are not stored with pages
 
 
 @dataclass(frozen=True, slots=True)

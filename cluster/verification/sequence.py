@@ -17,7 +17,7 @@ from protos.messages import AssignmentToken, Block, DraftAnswer, DraftRequest, F
 from protos.prefix import Prefix
 
 # Maximum tokens per step in audits and for scored prompts. Audit steps must be short, because a request that arrives
-# during one waits until it ends. Scored rows must be short, because all their logits are in memory at once.
+# during a step waits for it to end. Scored rows must be short, because all their logits are in memory at once.
 AUDIT_STEP_TOKENS = 64
 MISSED_ROUNDS = 4  # rounds without a block after which unawaited blocks count as missed, too
 

@@ -85,7 +85,7 @@ def check_target_files(config: SlipstreamConfig, target: Path, *, with_weights: 
     if config.target.engine != "vllm":
         check_files(target, is_whole)
     elif is_whole:
-        checkpoint_fingerprint(target)  # headers only: vLLM quantizes and fuses weights in its own ways
+        checkpoint_fingerprint(target)  # reads headers only, because vLLM quantizes and fuses weights itself
     templates_of(load_tokenizer(target))
     return vocabulary(target)
 

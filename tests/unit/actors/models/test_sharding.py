@@ -128,6 +128,14 @@ def test_a_weight_that_is_not_finite_is_found_in_the_rank_s_part_of_an_expert(tm
         load(tmp_path, "float32", CPU, Planned(1, 2))
 
 
+def test_parameters_that_stay_in_float32_do_so_on_several_ranks(tmp_path):
+    with_experts("glm4_moe", moe_intermediate_size=32).save_pretrained(tmp_path)
+    whole, share = (load(tmp_path, "bfloat16", CPU, Planned(0, ranks)).model for ranks in (1, 2))
+    dtypes = {name: tensor.dtype for name, tensor in whole.state_dict().items()}
+    assert {torch.float32, torch.bfloat16} == set(dtypes.values())
+    assert dtypes == {name: tensor.dtype for name, tensor in share.state_dict().items()}
+
+
 def test_a_rank_reads_its_part_of_the_experts_alone(tmp_path):
     with_experts("mixtral").save_pretrained(tmp_path)
     share = load(tmp_path, "bfloat16", CPU, Planned(1, 3)).model
