@@ -10,11 +10,28 @@ To add a backend, implement `AttentionBackend` and `AttentionPlan` and add an en
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from actors.compute.kv_cache import InputRow, PagedCache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreOptions:
+    """Options of one layer's attention scores."""
+
+    scaling: float | None = None  # None: head dim ** -0.5
+    window: int | None = None  # a query attends only to the last `window` keys; None: to all
+    chunk: int | None = None  # a query attends only to keys in its own chunk of this number of positions, as in Llama 4
+    softcap: float | None = None  # bounds scores: softcap * tanh(score / softcap), as in Gemma 2
+    sinks: Tensor | None = None  # (heads,): scores of one further key per head, whose value is zero, as in gpt-oss
+
+    @property
+    def is_plain(self) -> bool:
+        """True if every backend supports these options."""
+        return self.chunk is None and self.softcap is None and self.sinks is None
 
 
 class AttentionPlan(Protocol):
@@ -29,12 +46,13 @@ class AttentionPlan(Protocol):
 
     def place(self, parts: Sequence[Tensor]) -> None: ...
 
-    def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    def __call__(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
         """Attends each row's queries to the row's keys and values, including new ones.
 
         Queries have shape (total, heads, head dim), a layer's pool (positions, 2 x kv heads, head dim); the result has
-        the queries' shape. A query attends to keys up to its position; with a window, only to the last `window` of
-        them. A tree node's query also attends to the nodes on its path (`InputRow`).
+        the queries' shape. A query attends to keys up to its position; with a window, only to the last of them. A tree
+        node's query also attends to the nodes on its path (`InputRow`). Only `sdpa_gather` supports options that are
+        not plain.
         """
         ...
 
@@ -48,11 +66,6 @@ class AttentionBackend(Protocol):
     @property
     def takes_trees(self) -> bool:
         """True if rows may contain trees."""
-        ...
-
-    @property
-    def softcap(self) -> float | None:
-        """Bound of scores: softcap * tanh(score / softcap), as in Gemma 2; None: scores are unbounded."""
         ...
 
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> AttentionPlan: ...

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
-from actors.attention import AttentionBackend
+from actors.attention import AttentionBackend, ScoreOptions
 from actors.compute.kv_cache import InputRow, PagedCache, to_device
+from actors.compute.recurrent_states import Advance
 
 
 class Interrupted(Exception):
@@ -28,12 +30,12 @@ class RaggedBatch:
         interrupted: Callable[[], bool] = never,
     ) -> None:
         self.cache = cache
+        self._rows = rows
         self._interrupted = interrupted
         size = cache.page_size
         tokens = [token for row in rows for token in row.tokens]
         positions = [at for row in rows for at in row.positions]
         written = [row.pages[at // size] * size + at % size for row in rows for at in row.slots]
-        self.softcap = backend.softcap
         self._plan = backend.plan(rows, cache)
         parts = to_device([tokens, positions, written, _logit_indices(rows), *self._plan.integers], cache.device)
         # tokens, positions: (total,); written: (total,) slots in the pool; logit_at: (requested,) indices in the batch
@@ -45,8 +47,7 @@ class RaggedBatch:
         layer: int,
         query: Tensor,  # (total, heads, head dim)
         key_value: Tensor,  # (total, 2 x kv heads, head dim): keys, then values
-        scaling: float | None,
-        window: int | None,
+        options: ScoreOptions,
     ) -> Tensor:
         """Caches the new keys and values, then attends each row to its own; returns (total, heads x head dim).
 
@@ -57,7 +58,13 @@ class RaggedBatch:
         total, both, head_dim = key_value.shape
         pool = self.cache.layer(layer, both // 2, head_dim)
         pool.index_copy_(0, self.written, key_value)
-        return self._plan(query, pool, scaling, window).reshape(total, -1)
+        return self._plan(query, pool, options).reshape(total, -1)
+
+    def recur(self, layer: int, inputs: Tensor, advance: Advance) -> Tensor:
+        """Computes a recurrent layer for each row, from the row's own state: (total, hidden) -> (total, hidden)."""
+        states = self.cache.recurrent
+        parts = torch.split(inputs, [len(row.tokens) for row in self._rows])
+        return torch.cat([states.feed(layer, row, part, advance) for row, part in zip(self._rows, parts, strict=True)])
 
 
 def _logit_indices(rows: Sequence[InputRow]) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.attention import pages_of
+from actors.attention import ScoreOptions, pages_of
 from actors.compute.kv_cache import InputRow, PagedCache
 
 WORKSPACE_BYTES = 128 << 20  # size recommended by FlashInfer
@@ -36,7 +36,6 @@ class FlashInfer:
 
     name = "flashinfer"
     takes_trees = True
-    softcap = None
 
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library
@@ -86,10 +85,11 @@ class FlashInferPlan:
     def place(self, parts: Sequence[Tensor]) -> None:
         """Does nothing: FlashInfer copies its own integers."""
 
-    def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    def __call__(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
+        assert options.is_plain, "this kernel supports only plain scores"
         heads, head_dim = query.shape[1:]
         kv_heads = pool.shape[1] // 2
-        shape = _Shape(heads, kv_heads, head_dim, query.dtype, scaling, window, self._has_trees)
+        shape = _Shape(heads, kv_heads, head_dim, query.dtype, options.scaling, options.window, self._has_trees)
         if shape not in self._planned:
             self._planned[shape] = self._plan(shape)
         attended: Tensor = self._planned[shape].run(query, pages_of(pool, self._page_size))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from actors.attention import pages_of
+from actors.attention import ScoreOptions, pages_of
 from actors.compute.kv_cache import InputRow, PagedCache
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
@@ -28,7 +28,6 @@ class Flex:
 
     name = "flex"
     takes_trees = True
-    softcap = None
 
     def __init__(self, kernel: Callable[..., Tensor]) -> None:
         self._kernel = kernel
@@ -78,9 +77,11 @@ class FlexPlan:
         blocks[listed_at] = listed.to(torch.int32)
         self._blocks = blocks.view(1, 1, -1, self._pages)
 
-    def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    def __call__(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
         # The kernel multiplies masked values by zero, and unwritten memory may contain NaN.
         pool.index_fill_(0, self._behind, 0)
+        assert options.is_plain, "this kernel supports only plain scores"
+        window = options.window
         if window not in self._masks:
             self._masks[window] = self._block_mask(window, len(query), len(pool))
         keys, values = (part.flatten(0, 1).transpose(0, 1).unsqueeze(0) for part in pages_of(pool, self._page_size))
@@ -89,7 +90,7 @@ class FlexPlan:
             keys,
             values,
             block_mask=self._masks[window],
-            scale=scaling,
+            scale=options.scaling,
             enable_gqa=query.shape[1] != keys.shape[1],
             kernel_options={"BLOCK_M": 64, "BLOCK_N": min(64, self._page_size)},
         )

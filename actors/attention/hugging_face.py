@@ -2,23 +2,33 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
+from actors.attention import ScoreOptions
 from actors.attention.batch import RaggedBatch
 from cluster.errors import ModelError
 
 ATTENTION_NAME = "slipstream"
+TEMPERATURE = "has_temperature"  # attribute of layers whose queries depend on positions, as in Llama 4
 CHANGES_SCORES = {  # unsupported arguments of transformers' attention functions, and their features
-    "s_aux": "attention sinks",
     "position_bias": "a bias by position",
     "head_mask": "a mask over heads",
     "indices": "sparse attention to selected keys",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """Replaces a mask of transformers, for layers that attend only to the keys before a token in a window or chunk."""
+
+    window: int | None
+    chunk: int | None
 
 
 class BatchSlot:
@@ -46,10 +56,11 @@ def paged_attention(
     query: Tensor,  # (1, heads, total, head dim)
     key: Tensor,  # (1, kv heads, total, head dim)
     value: Tensor,  # (1, kv heads, total, value dim): not wider than the keys
-    attention_mask: Tensor | None,
+    attention_mask: Visibility | Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface with `RaggedBatch.attend`.
@@ -66,15 +77,16 @@ def paged_attention(
         raise ModelError(f"{type(module).__name__} has values wider than its keys; use another model")
     slot = module.batch_slot
     assert isinstance(slot, BatchSlot), "`share_batch` gives every attention layer a slot"
-    if softcap != slot.batch.softcap:
-        raise ModelError(
-            f"{type(module).__name__} bounds its scores by {softcap}, but its config says {slot.batch.softcap}; use"
-            " another model"
-        )
+    if isinstance(attention_mask, Tensor):
+        raise ModelError(f"{type(module).__name__} has a mask of its own, which is not supported; use another model")
+    if getattr(module, TEMPERATURE, False):
+        query = (query * _temperature(module, slot.batch.positions)).to(query.dtype)
+    seen = attention_mask or Visibility(sliding_window, None)
+    options = ScoreOptions(scaling, seen.window, seen.chunk, softcap, s_aux)
     padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
     key_value = torch.cat([key[0], padded[0]]).transpose(0, 1)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    out = slot.batch.attend(layer, query[0].transpose(0, 1), key_value, scaling, sliding_window)
+    out = slot.batch.attend(layer, query[0].transpose(0, 1), key_value, options)
     return out.view(1, query.shape[2], query.shape[1], query.shape[3])[..., : value.shape[-1]], None
 
 
@@ -87,10 +99,28 @@ def share_batch(model: PreTrainedModel) -> BatchSlot:
     slot = getattr(model, "batch_slot", None) or BatchSlot()
     for module in (model, *(module for module in model.modules() if hasattr(module, "layer_idx"))):
         module.batch_slot = slot
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            module.attn_temperature_tuning = False  # it would count the tokens of the batch
+            setattr(module, TEMPERATURE, True)
     return slot
+
+
+def _temperature(module: Any, positions: Tensor) -> Tensor:
+    """Returns Llama 4's factors of queries by position (arXiv 2501.19399), (total, 1)."""
+    steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
+    factors: Tensor = torch.log1p(steps) * module.attn_scale + 1.0
+    return factors.unsqueeze(-1)
+
+
+def _visibility(*_: Any, config: PretrainedConfig, local_size: int | None = None, **__: Any) -> Visibility | None:
+    """Implements transformers' mask interface; `local_size` is the size of a window or chunk."""
+    if local_size is None:
+        return None
+    is_chunk = local_size == getattr(config, "attention_chunk_size", None)
+    return Visibility(None, local_size) if is_chunk else Visibility(local_size, None)
 
 
 def register_attention() -> None:
     """Registers `paged_attention` with transformers under ATTENTION_NAME; idempotent."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(ATTENTION_NAME, _visibility)

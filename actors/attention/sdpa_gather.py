@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.attention import ScoreOptions
 from actors.compute.kv_cache import InputRow, PagedCache
 
 SHORT_ROW = 8  # rows of up to this number of tokens (blocks, single tokens) share a group
@@ -24,11 +25,8 @@ class SdpaGather:
     name = "gathered"
     takes_trees = True
 
-    def __init__(self, softcap: float | None = None) -> None:
-        self.softcap = softcap
-
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> "SdpaGatherPlan":
-        return SdpaGatherPlan(rows, cache, self.softcap)
+        return SdpaGatherPlan(rows, cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +49,12 @@ class RowGroup:
 class SdpaGatherPlan:
     """Attends a step's rows group by group."""
 
-    def __init__(self, rows: Sequence[InputRow], cache: PagedCache, softcap: float | None = None) -> None:
+    def __init__(self, rows: Sequence[InputRow], cache: PagedCache) -> None:
         self._cache = cache
-        self._softcap = softcap
         self._drafts = [_GroupDraft(members, len(rows), cache.page_size) for members in _groups(rows, cache.device)]
         self.integers = [part for draft in self._drafts for part in draft.integers]
         self.groups: list[RowGroup] = []
-        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+        self._masks: dict[tuple[int, int, int | None, int | None], Tensor] = {}
         self._is_one_group = len(self._drafts) == 1 and self._drafts[0].whole
 
     def place(self, parts: Sequence[Tensor]) -> None:
@@ -67,22 +64,20 @@ class SdpaGatherPlan:
             self.groups.append(draft.group(parts[begin:end], self._cache))
             begin = end
 
-    def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    def __call__(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
         if self._is_one_group:
-            return self._attend_group(0, query, pool, scaling, window)
+            return self._attend_group(0, query, pool, options)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for index, group in enumerate(self.groups):
             assert group.query_at is not None, "query_at is None only for a single group"
-            attended = self._attend_group(index, query[group.query_at], pool, scaling, window)
+            attended = self._attend_group(index, query[group.query_at], pool, options)
             if group.real is None:
                 out.index_copy_(0, group.query_at, attended)
             else:
                 out.index_copy_(0, group.query_at[group.real], attended[group.real])
         return out
 
-    def _attend_group(
-        self, index: int, query: Tensor, pool: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
+    def _attend_group(self, index: int, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
         """Attends one group. `query` and the result have shape (count x queries, heads, head dim).
 
         Query heads that share a key head become further queries of it, so keys and values are never repeated.
@@ -93,44 +88,38 @@ class SdpaGatherPlan:
         repeat = heads // kv_heads
         keys, values = _gather(rows, pool).unbind(2)  # each (count, keys, kv heads, head dim)
         grouped = query.view(rows.count, rows.queries, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
-        attended = self._weigh(
+        attended = _weigh(
             grouped.reshape(rows.count, kv_heads, repeat * rows.queries, head_dim),
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            self.mask(index, repeat, window),
-            scaling,
+            self.mask(index, repeat, options.window, options.chunk),
+            options,
         )
         apart = attended.view(rows.count, kv_heads, repeat, rows.queries, head_dim).permute(0, 3, 1, 2, 4)
         return apart.reshape(-1, heads, head_dim)
 
-    def _weigh(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-        """Returns the values weighted by the softmax of the scores; torch's own kernels cannot bound scores."""
-        if self._softcap is None:
-            return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
-        scores = query @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-        scores = self._softcap * torch.tanh(scores / self._softcap)
-        if mask is not None:
-            scores = scores + mask
-        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
-
-    def mask(self, group: int, repeat: int, window: int | None) -> Tensor | None:
+    def mask(self, group: int, repeat: int, window: int | None, chunk: int | None = None) -> Tensor | None:
         """Returns the additive mask, (count, 1, repeat x queries, keys), with each query repeated for `repeat` heads.
 
         Returns None if nothing is masked. All layers share one mask per step.
         """
         rows = self.groups[group]
-        if rows.all_visible and (window is None or rows.keys <= window):
+        if rows.all_visible and all(limit is None or rows.keys <= limit for limit in (window, chunk)):
             return None
-        address = (group, repeat, window)
+        address = (group, repeat, window, chunk)
         if address not in self._masks:
             at = rows.positions.unsqueeze(2)
             key_at = torch.arange(rows.keys, device=at.device)
             hidden = key_at > rows.seen.unsqueeze(2)
             if window is not None:
                 hidden |= key_at <= at - window
+            if chunk is not None:
+                hidden |= key_at < at - at % chunk
             if len(rows.on_path):
-                within = rows.behind >= (rows.keys if window is None else window)
-                hidden.view(-1).index_copy_(0, rows.on_path, within)
+                beyond = rows.behind >= (rows.keys if window is None else window)
+                if chunk is not None:
+                    beyond |= rows.behind > at.flatten()[rows.on_path // rows.keys] % chunk
+                hidden.view(-1).index_copy_(0, rows.on_path, beyond)
             scores = torch.zeros(hidden.shape, dtype=self._cache.dtype, device=at.device)
             self._masks[address] = scores.masked_fill_(hidden, -torch.inf).repeat(1, repeat, 1).unsqueeze(1)
         return self._masks[address]
@@ -197,6 +186,27 @@ class _GroupDraft:
             behind=behind,
             all_visible=self.all_visible,
         )
+
+
+def _weigh(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, options: ScoreOptions) -> Tensor:
+    """Returns the values weighted by the softmax of the scores. torch's own kernels support only plain scores.
+
+    `query` has shape (rows, kv heads, query heads per kv head x queries, head dim).
+    """
+    if options.is_plain:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=options.scaling)
+    scores = query @ keys.transpose(-1, -2) * (options.scaling or query.shape[-1] ** -0.5)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if mask is not None:
+        scores = scores + mask
+    if options.sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+    kv_heads, queries = query.shape[1:3]
+    repeat = len(options.sinks) // kv_heads
+    sinks = options.sinks.to(scores.dtype).view(kv_heads, repeat, 1).expand(-1, -1, queries // repeat)
+    scores = torch.cat([scores, sinks.reshape(1, kv_heads, queries, 1).expand(len(query), -1, -1, -1)], -1)
+    return scores.softmax(-1, dtype=torch.float32)[..., :-1].to(query.dtype) @ values
 
 
 def _gather(rows: RowGroup, pool: Tensor) -> Tensor:

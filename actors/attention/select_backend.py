@@ -10,13 +10,14 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import restore_flash_attention_impl
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.attention import AttentionBackend
+from actors.attention import AttentionBackend, ScoreOptions
 from actors.attention.batch import RaggedBatch
 from actors.attention.flashinfer import flashinfer_for
 from actors.attention.flex import flex_for
@@ -25,26 +26,41 @@ from actors.attention.varlen import varlen_for
 from actors.compute.kv_cache import InputRow, PagedCache
 
 GATHERED = "colwise_gather_output"  # style in transformers' tensor-parallel plans: ranks gather their projections
+# Layer types with attention.
+ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid"})
+SINKS = ".sinks"  # end of the names of attention sinks
 REPEATS_KEYS = frozenset({"jetmoe"})  # architectures that repeat keys for every query head before attention
+
+
+class LayerSize(NamedTuple):
+    """Size of a layer's cached keys on one rank."""
+
+    kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """Sizes of attention and cache on one rank."""
 
-    layers: int
+    layers: int  # with attention
     heads: int
     kv_heads: int
     head_dim: int
     page_size: int
     dtype: torch.dtype
     slides: bool = True  # whether any layer has a sliding window
-    softcap: float | None = None  # bound of scores; None: unbounded
+    plain: bool = True  # whether all layers have plain scores (`ScoreOptions`) and equal sizes
+    by_layer: tuple[LayerSize, ...] = ()  # sizes of all layers, if they differ
 
     @property
     def page_bytes(self) -> int:
         """Size of one page in bytes: keys and values of all layers."""
-        return 2 * self.layers * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+        sizes = self.by_layer or self.layers * (LayerSize(self.kv_heads, self.head_dim),)
+        return 2 * self.page_size * self.dtype.itemsize * sum(size.kv_heads * size.head_dim for size in sizes)
+
+    def size_of(self, layer: int) -> LayerSize:
+        return self.by_layer[layer] if self.by_layer else LayerSize(self.kv_heads, self.head_dim)
 
 
 def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> AttentionShape:
@@ -53,24 +69,38 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
     `actors.models.reference_check` verifies for every model class that its layers write exactly these sizes.
     """
     config = model.config.get_text_config()
-    heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_attention_heads", None) or 1)  # some models have only recurrent layers
     split = ranks if _splits_heads(model) else 1
+    by_layer = _sizes_by_layer(config, split)
+    kinds = getattr(config, "layer_types", None)
+    size = max(by_layer) if by_layer else LayerSize(_kv_heads(config, heads) // split, _head_dim(config, heads))
     return AttentionShape(
-        layers=int(config.num_hidden_layers),
+        layers=sum(kind in ATTENDING for kind in kinds) if kinds else int(config.num_hidden_layers),
         heads=heads // split,
-        kv_heads=_kv_heads(config, heads) // split,
-        head_dim=_head_dim(config, heads),
+        kv_heads=size.kv_heads,
+        head_dim=size.head_dim,
         page_size=page_size,
         dtype=model.dtype,
         slides=getattr(config, "sliding_window", None) is not None,
-        softcap=getattr(config, "attn_logit_softcapping", None),
+        plain=getattr(config, "attn_logit_softcapping", None) is None
+        and not any(name.endswith(SINKS) for name, _ in model.named_parameters())
+        and not (kinds and "chunked_attention" in kinds)
+        and not by_layer,
+        by_layer=by_layer,
     )
+
+
+def _sizes_by_layer(config: PretrainedConfig, split: int) -> tuple[LayerSize, ...]:
+    """Returns the sizes of all layers, as in Gemma 4; empty if all layers are equal."""
+    if not config.to_dict().get("per_layer_config"):
+        return ()
+    return tuple(LayerSize(one.num_key_value_heads // split, one.head_dim) for one in config.per_layer_config)
 
 
 def _splits_heads(model: PreTrainedModel) -> bool:
     """Returns whether ranks split the heads; a fused projection or a norm over all heads prevents this."""
     plan = model.tp_plan or {}
-    styles = [style for name, style in plan.items() if "attn" in name or "attention" in name]
+    styles = [style for name, style in plan.items() if ("attn" in name and "linear" not in name) or "attention" in name]
     return bool(styles) and GATHERED not in styles
 
 
@@ -182,7 +212,7 @@ class Trial:
             slots = (pages.unsqueeze(1) * size + torch.arange(size, device=pool.device)).flatten()
             pool[slots[: len(old)]] = old
         batch = RaggedBatch(self._trees if trees else self._rows, self._cache, backend)
-        return batch.attend(0, self._query, self._new, self._scaling, window)
+        return batch.attend(0, self._query, self._new, ScoreOptions(self._scaling, window))
 
     def build(self, backend: AttentionBackend, trees: bool) -> None:
         """Attends once per kind of step, so that all kernels are built before serving."""
@@ -191,7 +221,7 @@ class Trial:
                 batch = RaggedBatch(rows, self._cache, backend)
                 total = sum(len(row.tokens) for row in rows)
                 query = self._query[:1].expand(total, -1, -1)
-                batch.attend(0, query, self._new[:1].expand(total, -1, -1), self._scaling, window)
+                batch.attend(0, query, self._new[:1].expand(total, -1, -1), ScoreOptions(self._scaling, window))
 
     def _kinds(self, trees: bool) -> list[list[InputRow]]:
         """Returns batches of one or several rows: single tokens, chains, trees and long prompt chunks."""
@@ -204,7 +234,7 @@ class Trial:
         """Computes one step's attention in all layers and waits for the device."""
         batch = RaggedBatch(self._rows, self._cache, backend)
         for _ in range(self._shape.layers):
-            batch.attend(0, self._query, self._new, self._scaling, None)
+            batch.attend(0, self._query, self._new, ScoreOptions(self._scaling))
         if self._cache.device.type == "cuda":
             torch.cuda.synchronize(self._cache.device)
 
@@ -272,11 +302,11 @@ def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]
 
 @torch.inference_mode()
 def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionBackend, AttentionReport]:
-    """Measures the backends on a GPU and returns the fastest correct one. Only `SdpaGather` works on a CPU, or bounds
-    scores.
+    """Measures the backends on a GPU and returns the fastest correct one. Only `SdpaGather` works on a CPU, or supports
+    scores that are not plain.
     """
-    if device.type != "cuda" or shape.softcap is not None:
-        return SdpaGather(shape.softcap), AttentionReport(SdpaGather.name)
+    if device.type != "cuda" or not shape.plain:
+        return SdpaGather(), AttentionReport(SdpaGather.name)
     factories: dict[str, Make] = {
         "flashinfer": lambda: flashinfer_for(device),
         "flex": lambda: flex_for(shape.page_size),

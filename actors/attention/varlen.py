@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from actors.attention import pages_of
+from actors.attention import ScoreOptions, pages_of
 from actors.compute.kv_cache import InputRow, PagedCache
 
 IMPLEMENTATION = {9: "FA3", 10: "FA4"}  # FlashAttention version by major compute capability
@@ -23,7 +23,6 @@ class Varlen:
 
     name = "varlen"
     takes_trees = False
-    softcap = None
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
         self._kernel = kernel
@@ -55,8 +54,10 @@ class VarlenPlan:
         self._used = numbers[rows + 1 : 2 * rows + 1].clone()
         self._tables = numbers[2 * rows + 1 :].view(rows, -1).clone()
 
-    def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    def __call__(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
+        assert options.is_plain, "this kernel supports only plain scores"
         keys, values = pages_of(pool, self._page_size)
+        window = options.window
         attended: Tensor = self._kernel(
             query,
             keys,
@@ -65,7 +66,7 @@ class VarlenPlan:
             None,  # unused with a block table
             self._max_queries,
             self._max_keys,
-            scale=scaling,
+            scale=options.scaling,
             window_size=(-1 if window is None else window - 1, 0),  # excludes the query's own key
             enable_gqa=query.shape[1] != keys.shape[2],
             seqused_k=self._used,

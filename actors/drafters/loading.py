@@ -168,7 +168,7 @@ class _Successors:
             model,
             pages,
             self._shape.page_size,
-            SdpaGather(self._shape.softcap),
+            SdpaGather(),
             parts.decoder,
             context=self._setup.max_context,
         )

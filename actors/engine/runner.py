@@ -131,14 +131,17 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
     Skips sizes that do not fit in the pages.
     """
     sizes = [size for size in SIZES if size <= pages * page_size]
+    # Rows start at a new page, since a page holds one recurrent state.
+    context = min(-(-CONTEXT // page_size), (pages * page_size - sizes[-1]) // page_size) * page_size
+    if context:
+        runner.forward([InputRow((0,) * context, 0, 1, tuple(range(context // page_size)))])
     one_row = []
     single_tokens = []
     for size in sizes:
-        start = min(CONTEXT, pages * page_size - size)
         # Rows may share pages, since their content does not matter.
-        needed = tuple(range(-(-(start + size) // page_size)))
-        one_row.append([InputRow((0,) * size, start, size, needed)])
-        single_tokens.append([InputRow((0,), start, 1, needed)] * size)
+        needed = tuple(range(-(-(context + size) // page_size)))
+        one_row.append([InputRow((0,) * size, context, size, needed)])
+        single_tokens.append([InputRow((0,), context, 1, needed)] * size)
     seconds = fastest_s([partial(_forward, runner, rows) for rows in (*one_row, *single_tokens)])
     whole = list(accumulate(seconds[: len(sizes)], max))
     apart = seconds[len(sizes) :]

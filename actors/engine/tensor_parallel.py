@@ -13,7 +13,7 @@ import pickle
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,6 +41,7 @@ from actors.engine.runner import ModelRunner, Runner, profile_steps
 from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.models.checkpoint import load
 from actors.models.decoder import ForwardOutput
+from actors.models.recurrent_layers import recurrent_page_bytes
 from actors.models.reference_check import check_model
 from actors.models.weights import LoadReport
 from cluster.config import CacheConfig, Resources
@@ -287,7 +288,12 @@ class Rank:
         self._attention, attention = choose_attention(shape, device)  # may allocate memory, so before `page_count`
         self._project = self._captured.projection_on(device) if self._captured else None  # likewise
         page_bytes = shape.page_bytes + state_bytes(self._captured, spec.cache.page_size)
-        pages = page_count(spec.cache, page_bytes, spec.sessions, spec.context, device, spec.resources.gpu_share)
+        recurrent_bytes = recurrent_page_bytes(self._model)
+        if recurrent_bytes:
+            attention = replace(attention, takes_trees=False)
+        pages = page_count(
+            spec.cache, page_bytes + recurrent_bytes, spec.sessions, spec.context, device, spec.resources.gpu_share
+        )
         return RankReport(os.getpid(), pages, loaded.report, attention)
 
     def allocate(self, pages: int) -> None:

@@ -20,6 +20,7 @@ from actors.models.config_reader import (
     CONFIG,
     check_quantization,
     embedding_rows,
+    is_recurrent,
     one_line,
     quantization_method,
     read_json,
@@ -140,7 +141,13 @@ def check_draft(target: Mapping[int, str], draft_folder: Path) -> None:
     """
     if has_tokenizer(draft_folder):
         check_same_vocabulary(target, vocabulary(draft_folder))
-    rows = int(read_config(draft_folder).get_text_config().vocab_size)
+    config = read_config(draft_folder)
+    if is_recurrent(config):
+        raise ModelError(
+            f"draft {draft_folder} is a {config.model_type}, whose recurrent layers cannot take back rejected drafts;"
+            " use a draft model with attention in all layers, or the ngram method"
+        )
+    rows = int(config.get_text_config().vocab_size)
     if rows <= max(target):
         raise ModelError(
             f"draft {draft_folder} has {rows} vocabulary rows, but the target's ids go up to {max(target)};"
@@ -196,12 +203,13 @@ def check_tensor_parallel(folder: Path, ranks: int) -> None:
             f"target.tensor_parallel is {ranks}, but {folder} (model_type '{config.model_type}') has no attention heads"
             " to split; use target.tensor_parallel: 1"
         )
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    kv_heads = sorted({int(getattr(layer, "num_key_value_heads", None) or heads) for layer in text.per_layer_config})
     widths = _mlp_widths(text)
-    possible = [n for n in range(1, kv_heads + 1) if all(size % n == 0 for size in (heads, kv_heads, *widths))]
+    possible = [n for n in range(1, kv_heads[0] + 1) if all(size % n == 0 for size in (heads, *kv_heads, *widths))]
     if ranks not in possible:
         raise ModelError(
-            f"target.tensor_parallel is {ranks}, but {heads} heads with {kv_heads} key-value heads and an"
+            f"target.tensor_parallel is {ranks}, but {heads} heads with {', '.join(map(str, kv_heads))}"
+            " key-value heads and an"
             f" intermediate size of {', '.join(map(str, sorted(widths)))}"
             f" can only be split by {', '.join(map(str, possible))}; set target.tensor_parallel to one of these"
         )

@@ -18,6 +18,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoH
 from cluster.errors import ModelError
 
 CONFIG = "config.json"
+RECURRENT = frozenset({"linear_attention", "conv", "hybrid"})  # layer types with a recurrent state
 ADAPTER = "adapter_config.json"  # written by peft
 PLAIN_ROPE = frozenset({"default", "axial"})  # RoPE types besides those in ROPE_INIT_FUNCTIONS
 MODES = ("vision_config", "audio_config")
@@ -144,6 +145,11 @@ def _check_rope(folder: Path, config: PretrainedConfig) -> None:
                 f"{folder / CONFIG} has rope_type '{kind}', which transformers {transformers.__version__} does not"
                 f" implement; expected one of {supported}"
             )
+
+
+def is_recurrent(config: PretrainedConfig) -> bool:
+    """Returns whether a model has layers with a recurrent state (linear attention, Mamba, convolutions)."""
+    return not RECURRENT.isdisjoint(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def quantization_method(folder: Path, config: PretrainedConfig) -> str:

@@ -18,9 +18,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
+from actors.attention import ScoreOptions
 from actors.attention.batch import RaggedBatch
 from actors.attention.hugging_face import ATTENTION_NAME, register_attention, share_batch
 from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection
+from actors.models.recurrent_layers import run_row_by_row
 from actors.models.sharding import RowParallelLinear, VocabularyParallelHead
 from cluster.errors import ModelError
 
@@ -109,6 +111,7 @@ class ModelDecoder:
         pack_linears(model, product)
         self._model = model
         self._slot = share_batch(model)
+        run_row_by_row(model, self._slot)
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
         with self._slot.hold(batch):
@@ -168,8 +171,7 @@ class Layer:
     mlp_norm: Norm
     gate_up: Projection  # yields the gate, then the up projection
     down: Projection
-    scaling: float
-    window: int | None
+    scores: ScoreOptions
 
 
 class Rotation(NamedTuple):
@@ -203,7 +205,7 @@ class AttentionHeads:
         total = len(batch.tokens)
         query = qkv[:total, : self.queries]
         key_value = qkv[:total, self.queries :]
-        attended = batch.attend(index, query, key_value, layer.scaling, layer.window)
+        attended = batch.attend(index, query, key_value, layer.scores)
         return layer.attention_out.plus(F.pad(attended, (0, 0, 0, len(inputs) - total)), residual)
 
 
@@ -287,8 +289,7 @@ def _layer(module: Any, product: Product) -> Layer:
         mlp_norm=_norm(module.post_attention_layernorm),
         gate_up=_combined_projection(product, mlp.gate_proj, mlp.up_proj),
         down=_single_projection(mlp.down_proj, product),
-        scaling=attention.scaling,
-        window=_window(attention),
+        scores=ScoreOptions(attention.scaling, _window(attention)),
     )
 
 

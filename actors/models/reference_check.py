@@ -21,19 +21,21 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from actors.attention import ScoreOptions
 from actors.attention.batch import RaggedBatch
 from actors.attention.sdpa_gather import SdpaGather
-from actors.attention.select_backend import attention_shape
+from actors.attention.select_backend import ATTENDING, attention_shape
 from actors.compute.collectives import Group, SingleRank, ThreadGroup
 from actors.compute.kv_cache import InputRow, PagedCache
-from actors.models.config_reader import read_config
+from actors.models.config_reader import RECURRENT, is_recurrent, read_config
 from actors.models.decoder import check_positions, decoder_for
 from actors.models.sharding import shard
 from actors.models.small_config import SMALL_VOCABULARY, TEXT_TOKENS, small_config
 from cluster.errors import ModelError
 from cluster.page_allocator import SlotMove
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # layer types supported by attention backends
+LAYER_TYPES = ATTENDING | RECURRENT | {"mlp", "moe"}
+SIZES_BY_LAYER = frozenset({"head_dim", "num_key_value_heads"})  # fields that may differ between layers
 IGNORED_KEYS = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 FIX = "use another model, or target.engine: vllm for a target"
 PAGE_SIZE = 8
@@ -87,20 +89,21 @@ class _Case:
 def _prove(case: _Case) -> None:
     """Proves a case. Raises ModelError on failure. Does not cache failures."""
     text = case.config.get_text_config()
-    if by_layer := text.to_dict().get("per_layer_config"):
-        different = sorted({name for fields in by_layer.values() for name in fields})
+    by_layer = text.to_dict().get("per_layer_config") or {}
+    if different := {name for fields in by_layer.values() for name in fields} - SIZES_BY_LAYER:
         raise ModelError(
-            f"{case.kind.__name__} has layers that differ in {', '.join(different)} (per_layer_config), which is not"
-            f" supported; {FIX}"
+            f"{case.kind.__name__} has layers that differ in {', '.join(sorted(different))} (per_layer_config), which"
+            f" is not supported; {FIX}"
         )
-    if not getattr(text, "num_attention_heads", None):
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if not getattr(text, "num_attention_heads", None) and not RECURRENT >= kinds > set():
         raise ModelError(f"{case.kind.__name__} has no attention heads by its config; {FIX}")
     check_positions(case.config, case.context)
-    others = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
+    others = kinds - LAYER_TYPES
     if others:
         raise ModelError(
             f"{case.kind.__name__} has layers that are not supported ({', '.join(sorted(others))}), expected"
-            f" full_attention or sliding_attention; {FIX}"
+            f" {', '.join(sorted(LAYER_TYPES))}; {FIX}"
         )
     problem: _WrongError
     for seed in SEEDS:
@@ -226,20 +229,20 @@ class _Attended:
     layer: int
     kv_heads: int
     head_dim: int
-    window: int | None
+    options: ScoreOptions
 
 
 class _RecordedBatch(RaggedBatch):
     """Batch that records each layer's attention arguments."""
 
-    def __init__(self, rows: Sequence[InputRow], cache: PagedCache, softcap: float | None) -> None:
-        super().__init__(rows, cache, SdpaGather(softcap))
+    def __init__(self, rows: Sequence[InputRow], cache: PagedCache) -> None:
+        super().__init__(rows, cache, SdpaGather())
         self.attended: list[_Attended] = []
 
-    def attend(self, layer: int, query: Tensor, key_value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key_value: Tensor, options: ScoreOptions) -> Tensor:
         _, both, head_dim = key_value.shape
-        self.attended.append(_Attended(layer, both // 2, head_dim, window))
-        return super().attend(layer, query, key_value, scaling, window)
+        self.attended.append(_Attended(layer, both // 2, head_dim, options))
+        return super().attend(layer, query, key_value, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +262,7 @@ class _CheckedRank:
         self._decode = decoder_for(model, context=context and min(context, TEXT_TOKENS))
         self._cache = PagedCache(len(PAGES[0]) + len(PAGES[1]), PAGE_SIZE, torch.float32, torch.device("cpu"))
         self._group = group
+        self._is_recurrent = is_recurrent(model.config)
 
     def run(self, texts: _Texts) -> None:
         """Runs every kind of step. Raises _WrongError at the first step that contradicts transformers or the config."""
@@ -284,6 +288,9 @@ class _CheckedRank:
         for what, parts in steps:
             chains = [self._chain(texts, *part) for part in parts]
             self._step(what, chains)
+        if self._is_recurrent:  # supports only chains
+            self._step("the last tokens", [self._chain(texts, 0, a, BASE - 1, 6), self._chain(texts, 1, b, 90, 3)])
+            return
         tree = _Part(
             InputRow((a[BASE - 1], *texts.branch, *a[BASE : BASE + 2]), BASE - 1, 5, PAGES[0], TREE),
             torch.cat(
@@ -304,7 +311,7 @@ class _CheckedRank:
         return _Part(InputRow(text[start:], start, count, PAGES[session]), texts.expected(text, count))
 
     def _step(self, what: str, parts: Sequence[_Part]) -> None:
-        batch = _RecordedBatch([part.row for part in parts], self._cache, self._shape.softcap)
+        batch = _RecordedBatch([part.row for part in parts], self._cache)
         logits = self._decode(batch).logits
         self._check_attention(batch.attended)
         expected = torch.cat([part.expected for part in parts])
@@ -318,25 +325,28 @@ class _CheckedRank:
     def _check_attention(self, attended: Sequence[_Attended]) -> None:
         """Raises _WrongError unless every layer attended exactly once, with the sizes and window in the config."""
         times = Counter(call.layer for call in attended)
-        for layer in range(self._shape.layers):
+        kinds = getattr(self._config, "layer_types", None) or ["full_attention"] * self._shape.layers
+        for layer in [layer for layer, kind in enumerate(kinds) if kind in ATTENDING]:
             if times[layer] != 1:
                 raise _WrongError(
                     f"layer {layer} attends {times[layer]} times a step through the paged cache, expected once"
                 )
         if len(times) != self._shape.layers:
             raise _WrongError(f"{len(times)} layers attend, but its config has {self._shape.layers}")
-        kinds = getattr(self._config, "layer_types", None) or [""] * self._shape.layers
         for call in attended:
-            planned = (self._shape.kv_heads, self._shape.head_dim)
+            planned = self._shape.size_of(call.layer)
             if (call.kv_heads, call.head_dim) != planned:
                 raise _WrongError(
                     f"layer {call.layer} caches {call.kv_heads} key-value heads of size {call.head_dim}, but its config"
-                    f" gives {planned[0]} of size {planned[1]} for every layer"
+                    f" gives {planned.kv_heads} of size {planned.head_dim}"
                 )
-            if call.window is None and kinds[call.layer] == "sliding_attention":
+            window = call.options.window
+            if window is None and kinds[call.layer] == "sliding_attention":
                 raise _WrongError(f"layer {call.layer} has a sliding window by its config, but attends without one")
-            if call.window is not None and not self._shape.slides:
+            if window is not None and not self._shape.slides:
                 raise _WrongError(f"layer {call.layer} attends with a window, but its config has none")
+            if self._shape.plain and not call.options.is_plain:
+                raise _WrongError(f"layer {call.layer} has attention sinks or bounded scores where none are planned")
 
 
 def _shares(model: PreTrainedModel, ranks: int) -> list[tuple[PreTrainedModel, Group]]:

@@ -22,13 +22,23 @@ GATHERED = "colwise_gather_output"
 ROWS = "rowwise"
 ROWS_OF_WHOLE = "rowwise_split_input"
 WHOLE = frozenset(
-    {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "mla_kv_a_proj"}
+    {
+        "replicate",
+        "replicated_with_grad_allreduce",
+        "embedding_rowwise",
+        "embedding_colwise",
+        "mla_kv_a_proj",
+        "local_params",  # of a module whose own parameters are split
+    }
 )
 SPLIT = frozenset({COLUMNS, GATHERED, ROWS, ROWS_OF_WHOLE})
 EXPERTS = "moe_tp_experts"  # a module whose parameters hold all experts, (experts, outputs, inputs)
 PACKED_COLUMNS = "packed_colwise"  # of experts: gate and up projections, one after the other
+PACKED_ROWS = "packed_rowwise"  # likewise, of experts stored with inputs before outputs, as in Llama 4
+PACKED = frozenset({PACKED_COLUMNS, PACKED_ROWS})
 ALIGNMENT = 16  # bytes, of rows of experts' weights (torch.nn.functional.grouped_mm)
-CUT_DIMS = {PACKED_COLUMNS: 1, ROWS: 2}  # of experts' parameters
+# Dimensions to cut of experts' gate and up projections, and of their down projections.
+CUT_DIMS = {PACKED_COLUMNS: 1, ROWS: 2, PACKED_ROWS: 2, COLUMNS: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +105,7 @@ def check_plan(model: PreTrainedModel) -> None:
     """Raises ModelError if a model has no plan or its plan has an unsupported style."""
     if not model.tp_plan:
         raise ModelError(f"{type(model).__name__} has no tensor-parallel plan; use target.tensor_parallel: 1")
-    known = SPLIT | WHOLE | {EXPERTS, PACKED_COLUMNS}
+    known = SPLIT | WHOLE | {EXPERTS, PACKED_COLUMNS, PACKED_ROWS}
     styles = _styles(model)
     others = {name: style for name, style in styles.items() if style not in known}
     if others:
@@ -113,14 +123,23 @@ def check_plan(model: PreTrainedModel) -> None:
 
 
 def _is_splittable(experts: nn.Module, name: str, styles: dict[str, str]) -> bool:
-    """Returns whether experts have gate and up projections (experts, 2 * inner, hidden), down projections (experts,
-    hidden, inner), and no further parameters.
+    """Returns whether experts have up projections (experts, inner, hidden), or gate and up projections (experts, 2 *
+    inner, hidden), with down projections (experts, hidden, inner) and no further parameters. Llama 4 exchanges the last
+    dimensions of both.
     """
-    shapes = {styles.get(f"{name}.{own}"): parameter.shape for own, parameter in experts.named_parameters()}
-    if shapes.keys() != {PACKED_COLUMNS, ROWS} or len(list(experts.parameters())) != len(shapes):
+    shapes = {styles.get(f"{name}.{own}"): tuple(parameter.shape) for own, parameter in experts.named_parameters()}
+    if len(list(experts.parameters())) != 2 or any(len(shape) != 3 for shape in shapes.values()):
         return False
-    count, hidden, inner = shapes[ROWS] if len(shapes[ROWS]) == 3 else (0, 0, 0)
-    return tuple(shapes[PACKED_COLUMNS]) == (count, 2 * inner, hidden)
+    if shapes.keys() == {PACKED_COLUMNS, ROWS}:
+        count, hidden, inner = shapes[ROWS]
+        return shapes[PACKED_COLUMNS] == (count, 2 * inner, hidden)
+    if shapes.keys() == {COLUMNS, ROWS}:  # without a gate
+        count, hidden, inner = shapes[ROWS]
+        return shapes[COLUMNS] == (count, inner, hidden)
+    if shapes.keys() == {PACKED_ROWS, COLUMNS}:
+        count, inner, hidden = shapes[COLUMNS]
+        return shapes[PACKED_ROWS] == (count, hidden, 2 * inner)
+    return False
 
 
 def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
@@ -132,12 +151,16 @@ def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
     cuts: dict[str, Cut] = {}
     styles = _styles(model)
     modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
     for name in [name for name, style in styles.items() if style == EXPERTS]:
         cuts |= _split_experts(model.get_submodule(name), name, styles, group)
     for name, style in styles.items():
-        if style in SPLIT | {PACKED_COLUMNS} and name not in cuts:
+        if style == COLUMNS and name in parameters:  # such as attention sinks
+            cuts[name] = cut = _even_cut(0, len(parameters[name]), group)
+            _replace(model, name, cut)
+        elif style in SPLIT | PACKED and name not in cuts:
             layer = modules.get(name)
-            if not isinstance(layer, nn.Linear) or style == PACKED_COLUMNS:
+            if not isinstance(layer, nn.Linear) or style in PACKED:
                 raise ModelError(
                     f"cannot split {name} of a {type(model).__name__} ({style}); use target.tensor_parallel: 1"
                 )
@@ -156,17 +179,24 @@ def _split_experts(experts: nn.Module, name: str, styles: dict[str, str], group:
         at = f"{name}.{own}"
         whole = experts.get_parameter(own)
         dim = CUT_DIMS[styles[at]]
-        cuts[at] = cut = _even_cut(dim, whole.shape[dim], group, blocks=2 if styles[at] == PACKED_COLUMNS else 1)
+        cuts[at] = cut = _even_cut(dim, whole.shape[dim], group, blocks=2 if styles[at] in PACKED else 1)
         if cut.length * whole.itemsize % ALIGNMENT:
             raise ModelError(
                 f"target.tensor_parallel is {group.size}, which leaves a rank {cut.length} units of each expert, but"
                 f" their size must be a multiple of {ALIGNMENT} bytes; use fewer ranks"
             )
-        shape = list(whole.shape)
-        shape[dim] = cut.length * len(cut.begins)
-        setattr(experts, own, nn.Parameter(whole.new_empty(shape), requires_grad=False))
+        _replace(experts, own, cut)
     experts.register_forward_hook(lambda _module, _inputs, partial: group.all_reduce(partial))
     return cuts
+
+
+def _replace(module: nn.Module, name: str, cut: Cut) -> None:
+    """Replaces a parameter by an empty one of the size of a cut."""
+    owner, _, own = name.rpartition(".")
+    whole = module.get_parameter(name)
+    shape = list(whole.shape)
+    shape[cut.dim] = cut.length * len(cut.begins)
+    setattr(module.get_submodule(owner), own, nn.Parameter(whole.new_empty(shape), requires_grad=False))
 
 
 def _styles(model: PreTrainedModel) -> dict[str, str]:

@@ -13,6 +13,13 @@ DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "swa_num_attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
+# Sizes of Mamba 2's heads and groups of heads; all heads together have `expand` times the hidden size.
+MAMBA_HEADS: tuple[str, ...] = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+MAMBA_HEAD_DIM: tuple[str, ...] = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+MAMBA_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+MAMBA_EXPANSION = ("mamba_expand", "expand")
+MAMBA_INNER = ("mamba_d_ssm",)
+SMALL_MAMBA_DIM = 16
 MIN_LAYERS = 4  # minimum number of layers; covers alternating patterns
 SMALL_HEADS = 4
 SMALL_HIDDEN = 64
@@ -52,6 +59,7 @@ EXPERTS = {
     "n_routed_experts": 4,
     "moe_num_experts": 4,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
     "moe_topk": 2,
     "moe_k": 2,
     "n_shared_experts": 1,
@@ -133,6 +141,7 @@ def _small(fields: dict[str, Any], context: int | None, with_widths: bool) -> di
             small[name] = min(small[name], WINDOW) if is_reached else TEXT_TOKENS
     if with_widths:
         _shrink_heads(small, fields)
+        _shrink_mamba(small)
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
             small[name] = _small(value, context, with_widths)
@@ -163,8 +172,17 @@ def _cut_layers(fields: dict[str, Any]) -> None:
             for key, value in fields.items()
             if isinstance(value, list) and len(value) == depth and key not in numbered and key != "time_step_limit"
         }
+        shared = fields.get("num_kv_shared_layers") or 0  # last layers, which use keys of earlier layers
+        own = {int(layer): part for layer, part in (fields.get("per_layer_config") or {}).items()}
         kinds = [
-            repr(([value[layer] for value in by_layer.values()], [layer in value for value in numbered.values()]))
+            repr(
+                (
+                    [value[layer] for value in by_layer.values()],
+                    [layer in value for value in numbered.values()],
+                    own.get(layer),
+                    layer >= depth - shared,
+                )
+            )
             for layer in range(depth)
         ]
         indices = {kinds.index(kind) for kind in kinds}
@@ -172,6 +190,10 @@ def _cut_layers(fields: dict[str, Any]) -> None:
         layers = sorted([*indices, *others[: max(0, MIN_LAYERS - len(indices))]])
         fields |= {key: [value[layer] for layer in layers] for key, value in by_layer.items()}
         fields |= {key: [at for at, layer in enumerate(layers) if layer in value] for key, value in numbered.items()}
+        if shared:
+            fields["num_kv_shared_layers"] = sum(layer >= depth - shared for layer in layers)
+        if own:
+            fields["per_layer_config"] = {at: own[layer] for at, layer in enumerate(layers) if layer in own}
         fields[name] = len(layers)
 
 
@@ -207,10 +229,36 @@ def _shrink_heads(small: dict[str, Any], fields: dict[str, Any]) -> None:
         whole = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
         if _is_count(fields.get("v_head_dim")) and fields["v_head_dim"] < whole:
             head_sizes |= {fields["v_head_dim"]: other}
+
+    def head_size(size: int) -> int:
+        return int(head_sizes.get(size, 2 * even if size * heads > hidden else max(8, even // 2)))
+
+    def kv_heads(count: int) -> int:
+        return int(few if count == heads else min(count, max(1, few // 2)))
+
     for name in ("head_dim", "swa_head_dim", "global_head_dim", "v_head_dim", "qk_head_dim", "kv_channels"):
         if _is_count(fields.get(name)):
-            unlike = 2 * even if fields[name] * heads > hidden else max(8, even // 2)
-            small[name] = head_sizes.get(fields[name], unlike)
+            small[name] = head_size(fields[name])
+    for layer, own in (small.get("per_layer_config") or {}).items():
+        sizes = {"head_dim": head_size, "num_key_value_heads": kv_heads}
+        small["per_layer_config"][layer] = {
+            name: sizes[name](value) if name in sizes else value for name, value in own.items()
+        }
+
+
+def _shrink_mamba(small: dict[str, Any]) -> None:
+    """Shrinks Mamba 2's heads; preserves whether they form several groups."""
+    heads, head_dim = MAMBA_HEADS, MAMBA_HEAD_DIM
+    if small.get("model_type") == "mamba2":  # its names are those of attention elsewhere
+        heads, head_dim = ("num_heads",), ("head_dim",)
+    if not any(_is_count(small.get(name)) for name in heads):
+        return
+    expansion = next((small[name] for name in MAMBA_EXPANSION if name in small), 2)
+    inner = int(expansion * SMALL_HIDDEN)
+    sizes = dict.fromkeys(heads, inner // SMALL_MAMBA_DIM) | dict.fromkeys(head_dim, SMALL_MAMBA_DIM)
+    sizes |= dict.fromkeys(MAMBA_INNER, inner)
+    sizes |= {name: min(small[name], 2) for name in MAMBA_GROUPS if _is_count(small.get(name))}
+    small |= {name: size for name, size in sizes.items() if _is_count(small.get(name))}
 
 
 def _shorten_rope(name: str, small: dict[str, Any], fields: dict[str, Any], context: int | None) -> None:

@@ -21,7 +21,7 @@ from actors.models.checkpoint import (
     local_folder,
     vocabulary,
 )
-from actors.models.config_reader import CONFIG, read_config, read_json
+from actors.models.config_reader import CONFIG, is_recurrent, read_config, read_json
 from actors.models.decoder import is_llama_kind
 from actors.models.layer_subset import check_layers, context_length, uses_rope
 from actors.models.reference_check import check_model
@@ -93,6 +93,9 @@ def check_target_files(config: SlipstreamConfig, target: Path, *, with_weights: 
 def check_draft_model(config: SlipstreamConfig, target: Path, *, with_weights: bool) -> None:
     """Checks the draft's checkpoint against the target's folder."""
     draft = config.draft
+    model = read_target_config(config, target)
+    if model is not None and is_recurrent(model):
+        check_draft_of_recurrent(config, target)
     if draft.method == "layer_skip":
         check_layers(target, draft.layer_skip.ids)
     if draft.model is None:
@@ -107,6 +110,21 @@ def check_draft_model(config: SlipstreamConfig, target: Path, *, with_weights: b
     longest = check_draft_positions(folder, config.model.max_context)
     check_files(folder, has_weights(draft.model, with_weights))
     check_model(folder, max_context=longest)
+
+
+def check_draft_of_recurrent(config: SlipstreamConfig, target: Path) -> None:
+    """Raises ModelError for a draft that requires rolling back the target's recurrent layers."""
+    draft = config.draft
+    if draft.method == "layer_skip":
+        raise ModelError(
+            f"draft.method is layer_skip, but {target} has recurrent layers, which cannot take back rejected drafts;"
+            " use another draft.method"
+        )
+    if draft.model_method in HEADS and not draft.states.keep:
+        raise ModelError(
+            f"draft.states.keep is false, but {target} has recurrent layers, which cannot compute hidden states of"
+            " earlier tokens again; remove draft.states.keep"
+        )
 
 
 def check_draft_positions(draft: Path, max_context: int) -> int:

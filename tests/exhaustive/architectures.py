@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from actors.compute.kv_cache import InputRow
 from actors.engine.runner import ModelRunner
 from actors.models.checkpoint import load_model
+from actors.models.recurrent_layers import recurrent_layers
 from cluster.errors import ModelError
 from cluster.page_allocator import SlotMove
 from tests.unit.trees import grown
@@ -97,7 +98,9 @@ SPECIAL: dict[str, dict[str, Any]] = {  # overrides by architecture
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
-    "lfm2_moe": {"layer_types": ["full_attention"] * LAYERS, "use_expert_bias": True},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "use_expert_bias": True},
+    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 16},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 LLAMA3 = {
@@ -225,7 +228,7 @@ def try_architecture(name: str) -> Outcome:
         except Exception as error:  # noqa: BLE001 - anything but a ModelError is a finding
             return Outcome("failed", one_line(error))
         try:
-            worst = furthest(runner, plain)
+            worst = furthest(runner, plain, is_recurrent=bool(recurrent_layers(plain)))
         except Exception as error:  # noqa: BLE001 - anything but a ModelError is a finding
             return Outcome("failed", one_line(error))
     return Outcome("exact") if worst < TOLERANCE else Outcome("different", f"{worst:.2g} of the largest logit")
@@ -275,7 +278,7 @@ def logits_of(model: PreTrainedModel, text: tuple[int, ...]) -> Tensor:
     return model(input_ids=torch.tensor([text]), use_cache=False).logits[0, :, :VOCABULARY]
 
 
-def furthest(runner: ModelRunner, plain: PreTrainedModel) -> float:
+def furthest(runner: ModelRunner, plain: PreTrainedModel, is_recurrent: bool) -> float:
     """Feeds two sessions in random order; returns the largest relative error of any logit."""
     rng = Random(1)
     sessions = [
@@ -288,7 +291,7 @@ def furthest(runner: ModelRunner, plain: PreTrainedModel) -> float:
     worst = 0.0
     for _ in range(STEPS):
         rows, expected, moves = [], [], []
-        for row, wanted, kept in [a_row(rng, session, plain) for session in sessions]:
+        for row, wanted, kept in [a_row(rng, session, plain, is_recurrent) for session in sessions]:
             rows.append(row)
             expected.append(wanted)
             moves += kept
@@ -299,17 +302,19 @@ def furthest(runner: ModelRunner, plain: PreTrainedModel) -> float:
     return worst
 
 
-def a_row(rng: Random, session: Session, plain: PreTrainedModel) -> tuple[InputRow, Tensor, list[SlotMove]]:
-    """Draws a prompt chunk, a token, a partially accepted block or a tree.
+def a_row(
+    rng: Random, session: Session, plain: PreTrainedModel, is_recurrent: bool
+) -> tuple[InputRow, Tensor, list[SlotMove]]:
+    """Draws a prompt chunk, a token, a partially accepted block or a tree. Recurrent models support no trees.
 
     Also returns the expected logits and the cache moves after acceptance.
     """
     start, text = session.cached, session.text
     left = len(text) - start
-    kind = rng.choice(("part", "token", "block", "block", "tree")) if start else "part"
-    if left < 8:
-        session.cached = max(1, start - rng.randrange(1, 20))  # roll back and continue from there
-        start = session.cached
+    kinds = ("part", "token", "block", "block", *(() if is_recurrent else ("tree",)))
+    kind = rng.choice(kinds) if start else "part"
+    if left < 8:  # roll back, which recurrent models can only to the beginning, and continue from there
+        session.cached = start = 0 if is_recurrent else max(1, start - rng.randrange(1, 20))
     if kind == "tree":
         tree = grown(rng, 6, VOCABULARY)
         tree_at = start + 1

@@ -24,6 +24,7 @@ from cluster.routing.ledger import CommittedTokens, Generation, Session
 from cluster.speculation.controller import Adaptive, ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import NO_RULES, Acceptance, Block, Message, Sampling, TokenRules
+from tests.lossless.recurrent import RecurrentRunner
 from tests.lossless.states import LAYOUT, RememberingRunner
 from tests.toys import ToyRunner, a_generation, toy_draft_model
 
@@ -58,6 +59,7 @@ class Setting:
     reads_states: bool = False  # whether the method reads the target's hidden states
     keeps_states: bool = True  # whether the target stores them with its cache
     enough_states: int | None = None  # latest states that suffice if earlier ones would need recomputation
+    has_recurrent_target: bool = False  # whether the target has a recurrent layer
     grammar: str = ""  # for every text
     grammars: GrammarCompiler | None = None  # over the vocabulary
     masks_drafts: bool = True  # whether the drafter applies the grammar
@@ -127,6 +129,7 @@ def a_verification_scheduler(setting: Setting, sessions: int) -> VerificationSch
         max_queued=sessions,
         states=LAYOUT if setting.reads_states else None,
         keeps_states=setting.keeps_states,
+        trees=not setting.has_recurrent_target,
     )
     return VerificationScheduler(limits, ReferenceLoop() if setting.lock_step else Adaptive(), setting.step_cost)
 
@@ -140,6 +143,8 @@ def a_draft_scheduler(setting: Setting, sessions: int) -> DraftScheduler:
 
 def an_executor(setting: Setting) -> StepExecutor:
     runner = ToyRunner(setting.target_logits)
+    if setting.has_recurrent_target:
+        runner = RecurrentRunner(setting.target_logits, PAGE_SIZE)
     if setting.reads_states:
         runner = RememberingRunner(setting.target_logits, setting.pages, PAGE_SIZE, setting.keeps_states)
     return StepExecutor(runner, setting.vocabulary, grammars=setting.grammars)

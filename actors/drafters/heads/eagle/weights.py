@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from actors.attention import ScoreOptions
 from actors.compute.linear import Projection
 from actors.drafters.heads.eagle.config import (
     EagleConfig,
@@ -130,6 +131,5 @@ class EagleReader(WeightReader):
                 [f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"], [config.intermediate] * 2, config.hidden
             ),
             down=self.linear([f"{layer}.mlp.down_proj"], [config.hidden], config.intermediate),
-            scaling=config.head_dim**-0.5,
-            window=None,
+            scores=ScoreOptions(config.head_dim**-0.5),
         )

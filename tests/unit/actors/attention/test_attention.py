@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from actors.attention import AttentionBackend, pages_of
+from actors.attention import AttentionBackend, ScoreOptions, pages_of
 from actors.attention.batch import RaggedBatch
 from actors.attention.flashinfer import FlashInfer
 from actors.attention.flex import Flex
@@ -94,8 +94,8 @@ def test_every_backend_attends_each_row_to_its_own_text(backend, window):
         rows = [a_row(table, len(text), count) for table, text, count in zip(tables, texts, fed, strict=True)]
         query, new = random_input(seed, sum(fed))
         batch = RaggedBatch(rows, cache, backend)
-        batch.attend(0, query, new, 0.2, None if window else 3)
-        found = batch.attend(0, query, new, 0.3, window)
+        batch.attend(0, query, new, ScoreOptions(0.2, None if window else 3))
+        found = batch.attend(0, query, new, ScoreOptions(0.3, window))
         texts = [torch.cat(pair) for pair in zip(texts, new.split(fed), strict=True)]
         expected = [plain_attention(part, text, window) for part, text in zip(query.split(fed), texts, strict=True)]
         torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)
@@ -133,10 +133,12 @@ def test_a_tree_node_attends_to_its_path_and_the_tokens_before_the_tree(name, wi
         query, old = random_input(seed, 4 + 2 + 3)
         first, other = (grown(Random(seed + more), nodes, 50) for more, nodes in ((0, 9), (100, 5)))
         rows = [a_row((7,), 0, 4), a_row((5,), 0, 2), a_row((4,), 0, 3)]
-        RaggedBatch(rows, cache, backend).attend(0, query, old, 0.3, window)
+        RaggedBatch(rows, cache, backend).attend(0, query, old, ScoreOptions(0.3, window))
         trees = [a_tree_row((7, 2, 9, 11, 12), 4, 1, first), a_tree_row((5, 13, 14, 15), 2, 2, other)]
         further_query, new = random_input(seed + 50, 1 + len(first) + 2 + len(other) + 1)
-        found = RaggedBatch([*trees, a_row((4,), 3, 1)], cache, backend).attend(0, further_query, new, 0.3, window)
+        found = RaggedBatch([*trees, a_row((4,), 3, 1)], cache, backend).attend(
+            0, further_query, new, ScoreOptions(0.3, window)
+        )
         one = slice(0, 1 + len(first))
         two = slice(one.stop, one.stop + 2 + len(other))
         expected = plain_tree_attention(trees[0], further_query[one], old[:4], new[one], window)
@@ -160,7 +162,7 @@ def test_as_many_nodes_as_a_block_may_have(name):
     assert len(tree) == MAX_BLOCK_TOKENS
     row = a_tree_row(tuple(range(40)), 0, 2, tree)
     query, new = random_input(2, len(row.tokens))
-    found = RaggedBatch([row], cache, BACKENDS[name]()).attend(0, query, new, 0.3, None)
+    found = RaggedBatch([row], cache, BACKENDS[name]()).attend(0, query, new, ScoreOptions(0.3))
     torch.testing.assert_close(found, torch.cat(plain_tree_attention(row, query, new[:0], new)))
 
 
@@ -169,9 +171,9 @@ def test_nothing_of_another_sessions_memory_reaches_a_row_not_even_nan():
     cache = a_cache(pages=6)
     query, new = random_input(3, 24)
     poison = torch.full_like(new, torch.nan)
-    RaggedBatch([a_row((0, 1, 2, 3, 4, 5), 0, 24)], cache, SdpaGather()).attend(0, query, poison, 0.3, None)
+    RaggedBatch([a_row((0, 1, 2, 3, 4, 5), 0, 24)], cache, SdpaGather()).attend(0, query, poison, ScoreOptions(0.3))
     rows = [a_row((3, 1), 0, 7), a_row((4,), 0, 2), a_row((5,), 0, 4)]
-    found = RaggedBatch(rows, cache, SdpaGather()).attend(0, query[:13], new[:13], 0.3, None)
+    found = RaggedBatch(rows, cache, SdpaGather()).attend(0, query[:13], new[:13], ScoreOptions(0.3))
     parts = (slice(0, 7), slice(7, 9), slice(9, 13))
     torch.testing.assert_close(found, torch.cat([plain_attention(query[part], new[part]) for part in parts]))
 
@@ -204,7 +206,9 @@ def test_flex_zeroes_slots_beyond_row_ends_and_nothing_else():
     """The kernel multiplies masked values by 0, and 0 times NaN is NaN."""
     cache = a_cache(pages=6)
     query, new = random_input(7, 3 + 4)
-    RaggedBatch([a_row((5, 2), 3, 3), a_row((4,), 0, 4)], cache, Flex(flex_attention)).attend(0, query, new, None, None)
+    RaggedBatch([a_row((5, 2), 3, 3), a_row((4,), 0, 4)], cache, Flex(flex_attention)).attend(
+        0, query, new, ScoreOptions()
+    )
     keys, _ = pages_of(cache.layer(0, KV_HEADS, HEAD_DIM), PAGE_SIZE)
     assert keys[2, 2:].eq(0).all()
     torch.testing.assert_close(keys[2, :2], new[1:3, :KV_HEADS])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
-from actors.attention import AttentionBackend
+from actors.attention import AttentionBackend, ScoreOptions
 from actors.attention.batch import RaggedBatch
 from actors.attention.flashinfer import FlashInfer
 from actors.attention.flex import Flex, compiled
@@ -47,7 +47,6 @@ class TimedBackend:
     """Gathering backend with a simulated duration per layer and a changed result."""
 
     takes_trees = True
-    softcap = None
 
     def __init__(
         self, name: str, clock: Clock, seconds: float, change: Callable[[Tensor], Tensor] = Tensor.clone
@@ -61,9 +60,9 @@ class TimedBackend:
         paced = self
 
         class Plan(SdpaGatherPlan):
-            def __call__(self, query: Tensor, pool: Tensor, scaling: float | None, window: int | None) -> Tensor:
+            def __call__(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
                 paced.clock.now += paced.seconds
-                return paced.change(super().__call__(query, pool, scaling, window))
+                return paced.change(super().__call__(query, pool, options))
 
         return Plan(rows, cache)
 
@@ -78,10 +77,10 @@ def failing() -> AttentionBackend:
     raise ImportError("no such library")
 
 
-def test_a_model_that_bounds_its_scores_gets_the_backend_that_can():
+def test_a_model_with_special_scores_gets_the_backend_that_can():
     """No backend is measured, so this works on any device."""
-    backend, report = choose_attention(replace(SHAPE, softcap=30.0), torch.device("cuda"))
-    assert (backend.softcap, report.chosen, report.is_fallback) == (30.0, "gathered", False)
+    _, report = choose_attention(replace(SHAPE, plain=False), torch.device("cuda"))
+    assert (report.chosen, report.is_fallback) == ("gathered", False)
 
 
 def test_the_fastest_right_backend_is_chosen_and_others_have_a_reason(monkeypatch):
@@ -214,7 +213,7 @@ def test_flex_kernels_are_compiled_before_serving(monkeypatch):
             fused = torch.zeros(total, SHAPE.heads + 2 * SHAPE.kv_heads, SHAPE.head_dim)
             query, new = fused.split([SHAPE.heads, 2 * SHAPE.kv_heads], dim=1)
             for window in (None, 20):
-                RaggedBatch(rows, cache, backend).attend(0, query, new, 0.3, window)
+                RaggedBatch(rows, cache, backend).attend(0, query, new, ScoreOptions(0.3, window))
     assert built.frame_count == before
 
 

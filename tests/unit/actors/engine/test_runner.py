@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -202,7 +202,7 @@ def test_single_tokens_of_equal_and_unequal_contexts_give_plain_logits(plain):
 
 
 REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
-    "sinks": lambda: GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)),
+    "a mask of its own": lambda: DogeForCausalLM(DogeConfig(**SIZES)),
     "chunked layers": lambda: Qwen3ForCausalLM(
         Qwen3Config(**SIZES, layer_types=["chunked_attention", "full_attention", "full_attention"])
     ),

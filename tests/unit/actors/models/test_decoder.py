@@ -63,7 +63,7 @@ def test_unsupported_variants_fall_back_to_the_models_own_code(name):
     assert type(decoder_for(model)) is ModelDecoder
 
 
-def decode(decoder: Decoder, dtype: torch.dtype, softcap: float | None = None) -> Tensor:
+def decode(decoder: Decoder, dtype: torch.dtype) -> Tensor:
     """Runs two steps over three sessions: prompts, then blocks and a single token."""
     cache = PagedCache(16, 4, dtype, torch.device("cpu"))
     a = tokens_of(1, 14)
@@ -74,13 +74,9 @@ def decode(decoder: Decoder, dtype: torch.dtype, softcap: float | None = None) -
     at_c = (5, 4, 8)
     prompts = [InputRow(a[:9], 0, 0, at_a), InputRow(b[:8], 0, 0, at_b), InputRow(c[:4], 0, 1, at_c)]
     further = [InputRow(a[9:], 9, 5, at_a), InputRow(b[8:], 8, 1, at_b), InputRow(c[4:], 4, 7, at_c)]
-    attention = SdpaGather(softcap)
+    attention = SdpaGather()
     with torch.inference_mode():
         return torch.cat([decoder(RaggedBatch(rows, cache, attention)).logits for rows in (prompts, further)])
-
-
-def softcap_of(model: PreTrainedModel) -> float | None:
-    return getattr(model.config, "attn_logit_softcapping", None)
 
 
 def both(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -100,21 +96,19 @@ def test_both_decoders_give_the_same_logits(name):
 def test_in_bfloat16_the_logits_are_those_of_float32_but_for_rounding(name):
     """The error is about that of the model's own code in bfloat16, so the decoder adds none."""
     model, _ = both(name, torch.float32)
-    softcap = softcap_of(model)
-    exact = decode(decoder_for(model), torch.float32, softcap)
+    exact = decode(decoder_for(model), torch.float32)
     rounded, own = both(name, torch.bfloat16)
-    ours = decode(decoder_for(rounded), torch.bfloat16, softcap).float()
+    ours = decode(decoder_for(rounded), torch.bfloat16).float()
     assert (ours - exact).norm() < BFLOAT16_TOLERANCE * exact.norm()
-    theirs = decode(ModelDecoder(own), torch.bfloat16, softcap).float()
+    theirs = decode(ModelDecoder(own), torch.bfloat16).float()
     assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_in_eight_bits_the_logits_are_those_of_float32_but_for_rounding(name):
     exact, twin = both(name, torch.float32)
-    softcap = softcap_of(exact)
-    rounded = decode(decoder_for(twin, EightBitProjection), torch.float32, softcap)
-    expected = decode(decoder_for(exact), torch.float32, softcap)
+    rounded = decode(decoder_for(twin, EightBitProjection), torch.float32)
+    expected = decode(decoder_for(exact), torch.float32)
     assert 0 < (rounded - expected).norm() < EIGHT_BIT_TOLERANCE * expected.norm()
 
 

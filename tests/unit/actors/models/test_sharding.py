@@ -190,18 +190,11 @@ def test_a_step_communicates_twice_a_layer_and_once_for_the_logits(tmp_path):
     assert [tuple(tensor.shape) for tensor in gathers] == [(1, 1, 16)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "named"),
-    [
-        ("llama4_text", {"num_local_experts": 2}, r"Llama4ForCausalLM.*(experts|router)"),
-        ("gpt2", {}, "GPT2LMHeadModel has no tensor-parallel plan"),
-    ],
-)
-def test_unsplittable_models_are_refused_by_name_at_startup(tmp_path, kind, changes, named):
+def test_unsplittable_models_are_refused_by_name_at_startup(tmp_path):
     """The config alone reveals this before a rank starts."""
-    AutoConfig.for_model(kind, **{**SIZES, **HEADS, **changes}).save_pretrained(tmp_path)
+    AutoConfig.for_model("gpt2", **{**SIZES, **HEADS}).save_pretrained(tmp_path)
     check_tensor_parallel(tmp_path, 1)
-    with pytest.raises(ModelError, match=named):
+    with pytest.raises(ModelError, match="GPT2LMHeadModel has no tensor-parallel plan"):
         check_tensor_parallel(tmp_path, 2)
 
 
