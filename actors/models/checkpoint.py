@@ -196,6 +196,11 @@ def check_tensor_parallel(folder: Path, ranks: int) -> None:
     if ranks == 1:
         return
     config = read_config(folder)
+    if method := quantization_method(folder, config):
+        raise ModelError(
+            f"target.tensor_parallel is {ranks}, but {folder} is quantized with '{method}', and only vLLM splits"
+            " quantized weights; set target.engine: vllm, or target.tensor_parallel: 1"
+        )
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int):

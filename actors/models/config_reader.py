@@ -181,7 +181,7 @@ def check_quantization(folder: Path, config: PretrainedConfig) -> None:
     except (ImportError, ValueError, TypeError) as error:
         raise ModelError(
             f"{folder} is quantized with '{method}', which cannot be loaded here: {one_line(error)}; or use the"
-            " unquantized checkpoint"
+            " unquantized checkpoint, or target.engine: vllm for a target"
         ) from error
 
 

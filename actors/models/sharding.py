@@ -155,10 +155,12 @@ def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
     for name in [name for name, style in styles.items() if style == EXPERTS]:
         cuts |= _split_experts(model.get_submodule(name), name, styles, group)
     for name, style in styles.items():
+        if name in cuts:
+            continue
         if style == COLUMNS and name in parameters:  # such as attention sinks
             cuts[name] = cut = _even_cut(0, len(parameters[name]), group)
             _replace(model, name, cut)
-        elif style in SPLIT | PACKED and name not in cuts:
+        elif style in SPLIT | PACKED:
             layer = modules.get(name)
             if not isinstance(layer, nn.Linear) or style in PACKED:
                 raise ModelError(

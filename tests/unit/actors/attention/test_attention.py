@@ -147,6 +147,50 @@ def test_a_tree_node_attends_to_its_path_and_the_tokens_before_the_tree(name, wi
         torch.testing.assert_close(found, torch.cat(expected))
 
 
+SPECIAL = {
+    "chunks": ScoreOptions(0.3, chunk=3),
+    "a bound": ScoreOptions(0.3, softcap=0.5),
+    "sinks": ScoreOptions(0.3, window=4, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "all": ScoreOptions(0.3, chunk=2, softcap=0.7, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+
+
+def special_attention(query: Tensor, key_value: Tensor, options: ScoreOptions) -> Tensor:
+    """Computes the last token's attention over a whole sequence, head by head, (1, heads x head dim)."""
+    keys, values = key_value.chunk(2, dim=1)
+    last = len(key_value) - 1
+    found = []
+    for head in range(HEADS):
+        of = head // (HEADS // KV_HEADS)
+        scores = keys[:, of] @ query[0, head] * options.scaling
+        if options.softcap is not None:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
+        for at in range(last):
+            is_before = options.chunk is not None and at // options.chunk < last // options.chunk
+            if is_before or (options.window is not None and last - at >= options.window):
+                scores[at] = -torch.inf
+        sink = [] if options.sinks is None else [options.sinks[head : head + 1]]
+        found.append(torch.cat([scores, *sink]).softmax(0)[: last + 1] @ values[:, of])
+    return torch.cat(found).unsqueeze(0)
+
+
+@pytest.mark.parametrize("options", SPECIAL.values(), ids=SPECIAL)
+def test_special_scores_of_chains_and_trees(options):
+    for seed in range(4):
+        cache = a_cache(pages=24)
+        tree = grown(Random(seed), 9, 50)
+        query, old = random_input(seed, 4 + 2)
+        RaggedBatch([a_row((7,), 0, 4), a_row((5,), 0, 2)], cache, SdpaGather()).attend(0, query, old, options)
+        rows = [a_tree_row((7, 2, 9, 11, 12), 4, 2, tree), a_row((5,), 2, 2)]
+        query, new = random_input(seed + 50, 2 + len(tree) + 2)
+        found = RaggedBatch(rows, cache, SdpaGather()).attend(0, query, new, options)
+        lines = [(0,), (0, 1), *[(0, 1, *[2 + node for node in path]) for path in tree.paths]]
+        texts = [torch.cat([old[:4], new[list(line)]]) for line in lines]
+        texts += [torch.cat([old[4:], new[-2 : len(new) - 1 + at]]) for at in range(2)]
+        expected = [special_attention(query[at : at + 1], text, options) for at, text in enumerate(texts)]
+        torch.testing.assert_close(found, torch.cat(expected))
+
+
 def test_positions_of_a_tree_are_by_depth_and_a_chain_is_no_exception():
     tree = DraftTree((5, 6, 7, 8), (-1, 0, -1, 2))
     row = a_tree_row((0, 1, 2), 3, 2, tree)

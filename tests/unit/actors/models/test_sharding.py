@@ -72,6 +72,7 @@ EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
 }
+LINEAR_AND_FULL = ["linear_attention", "full_attention"]
 EXPERT_KINDS = (
     "mixtral",
     "qwen2_moe",
@@ -107,6 +108,22 @@ def test_ranks_split_the_heads_of_latent_attention(tmp_path):
     """Every rank computes the whole latent, and expands it for its own heads."""
     latent = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
     check_split(tmp_path, with_experts("deepseek_v2", **latent, num_key_value_heads=12), 3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_attention_sinks_are_split_with_the_heads(tmp_path, ranks):
+    check_split(tmp_path, a_model("granite_swa", layer_types=["sliding_attention", "full_attention"]), ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_experts_stored_with_inputs_before_outputs_are_split(tmp_path, ranks):
+    layers = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": False}
+    check_split(tmp_path, with_experts("llama4_text", **layers), ranks)
+
+
+def test_recurrent_layers_beside_split_attention_are_whole(tmp_path):
+    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "layer_types": LINEAR_AND_FULL}
+    check_split(tmp_path, with_experts("qwen3_next", **linear), 2)
 
 
 def test_experts_may_be_stored_in_several_files(tmp_path):
@@ -195,6 +212,14 @@ def test_unsplittable_models_are_refused_by_name_at_startup(tmp_path):
     AutoConfig.for_model("gpt2", **{**SIZES, **HEADS}).save_pretrained(tmp_path)
     check_tensor_parallel(tmp_path, 1)
     with pytest.raises(ModelError, match="GPT2LMHeadModel has no tensor-parallel plan"):
+        check_tensor_parallel(tmp_path, 2)
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "compressed-tensors", "mxfp4"])
+def test_quantized_weights_on_several_ranks_are_left_to_vllm(tmp_path, method):
+    config = AutoConfig.for_model("llama", **SIZES, **HEADS, quantization_config={"quant_method": method})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"quantized with '{method}'.*target.engine: vllm"):
         check_tensor_parallel(tmp_path, 2)
 
 
