@@ -11,6 +11,8 @@ from cluster.config import CacheConfig
 from cluster.errors import ModelError
 
 GIB = 1 << 30
+MIB = 1 << 20
+PAGE_SIZES = (64, 128, 256, 512, 1024)  # proposed for models with recurrent layers
 SHARE_OF_FREE = {"cuda": 0.9, "cpu": 0.5}  # usable share of free memory; on a host, other programs need the rest
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -23,6 +25,21 @@ def page_bytes(model: PreTrainedModel, page_size: int, ranks: int = 1) -> int:
 def state_bytes(capture: CaptureSpec | None, page_size: int) -> int:
     """Returns the size of one page's hidden states, in bytes."""
     return page_size * capture.format.row_bytes if capture is not None and capture.is_kept else 0
+
+
+def page_size_warning(page_size: int, key_value_bytes: int, recurrent_bytes: int) -> str:
+    """Returns a warning if a page's recurrent states take more memory than its keys and values; empty otherwise."""
+    if recurrent_bytes <= key_value_bytes:
+        return ""
+    enough = page_size * recurrent_bytes / key_value_bytes if key_value_bytes else PAGE_SIZES[-1]
+    larger = next((size for size in PAGE_SIZES if size >= enough), PAGE_SIZES[-1])
+    if larger <= page_size:
+        return ""
+    return (
+        f"a page of {page_size} tokens takes {recurrent_bytes / MIB:.1f} MiB of recurrent states and"
+        f" {key_value_bytes / MIB:.1f} MiB of keys and values; set"
+        f" cache_per_rank.page_size: {larger} to cache more tokens"
+    )
 
 
 def free_bytes(device: torch.device) -> int:

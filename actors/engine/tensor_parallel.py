@@ -8,6 +8,7 @@ engine fails and the whole replica is replaced.
 """
 
 import asyncio
+import logging
 import os
 import pickle
 import socket
@@ -35,7 +36,7 @@ from actors.compute.collectives import Group, SingleRank, join
 from actors.compute.hidden_states import CaptureSpec, StateCapture, StateProjection
 from actors.compute.kv_cache import InputRow
 from actors.engine.executor import StepExecutor, finishes_within
-from actors.engine.memory import page_count, state_bytes
+from actors.engine.memory import page_count, page_size_warning, state_bytes
 from actors.engine.process import device_of, use_cpu
 from actors.engine.runner import ModelRunner, Runner, profile_steps
 from actors.grammars import grammars_of, load_grammar_vocabulary
@@ -174,6 +175,8 @@ def from_tensor(tensor: Tensor) -> tuple[list[InputRow], list[PageCopy], list[Sl
     return rows, copies, [SlotMove(*pair) for pair in pairs[copy_count:]]
 
 
+log = logging.getLogger(__name__)
+
 STEP_NUMBERS = 4096  # integers in a step's first message; 16 KiB hold all but long prompts
 PREPARE_S = 60.0  # timeout for compiling one grammar; its router has already compiled it
 IDLE_TIMEOUT = timedelta(days=30)  # idle followers wait in a collective; the coordinator detects hung steps
@@ -291,6 +294,8 @@ class Rank:
         recurrent_bytes = recurrent_page_bytes(self._model)
         if recurrent_bytes:
             attention = replace(attention, takes_trees=False)
+            if warning := page_size_warning(spec.cache.page_size, shape.page_bytes, recurrent_bytes):
+                log.warning("%s", warning)
         pages = page_count(
             spec.cache, page_bytes + recurrent_bytes, spec.sessions, spec.context, device, spec.resources.gpu_share
         )

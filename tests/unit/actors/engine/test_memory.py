@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from actors.engine import memory
-from actors.engine.memory import GIB, page_bytes, page_count
+from actors.engine.memory import GIB, page_bytes, page_count, page_size_warning
 from cluster.config import CacheConfig
 from cluster.errors import ModelError
 
@@ -80,3 +80,13 @@ def test_a_container_has_no_more_than_its_limit(monkeypatch, tmp_path):
     assert memory.free_bytes(CPU) == 12345
     limit.write_text("max\n")
     assert whole / 2 < memory.free_bytes(CPU) < whole * 2
+
+
+@pytest.mark.parametrize(
+    ("page_size", "recurrent_kib", "proposed"),
+    [(16, 64, None), (16, 640, 256), (256, 64_000, 1024), (1024, 64_000, None)],
+)
+def test_larger_pages_are_proposed_if_states_outweigh_keys(page_size, recurrent_kib, proposed):
+    """Keys and values take 4 KiB per token."""
+    warning = page_size_warning(page_size, page_size * 4096, recurrent_kib * 1024)
+    assert warning == "" if proposed is None else f"page_size: {proposed}" in warning
