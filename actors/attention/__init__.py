@@ -13,9 +13,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from actors.compute.kv_cache import InputRow, PagedCache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alibi:
+    """Biases of scores that grow with the key's position (ALiBi, arXiv 2108.12409).
+
+    Biases by distance would differ by a constant per query, which softmax ignores. Types are part of a model, since
+    long texts have biases that bfloat16 rounds by several units.
+    """
+
+    slopes: Tensor  # (heads,): bias per position
+    dtype: torch.dtype  # type of the biases
+    scaling: float = 1.0  # factor of the biases
+
+    def biases(self, positions: Tensor) -> Tensor:
+        """Computes biases from integer key positions: (rows, keys) -> (rows, heads, keys)."""
+        return (self.slopes.unsqueeze(1) * positions.unsqueeze(1)).to(self.dtype) * self.scaling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,11 +45,12 @@ class ScoreOptions:
     chunk: int | None = None  # a query attends only to keys in its own chunk of this number of positions, as in Llama 4
     softcap: float | None = None  # bounds scores: softcap * tanh(score / softcap), as in Gemma 2
     sinks: Tensor | None = None  # (heads,): scores of one further key per head, whose value is zero, as in gpt-oss
+    alibi: Alibi | None = None  # biases by key position, as in Bloom
 
     @property
     def is_plain(self) -> bool:
         """True if every backend supports these options."""
-        return self.chunk is None and self.softcap is None and self.sinks is None
+        return self.chunk is None and self.softcap is None and self.sinks is None and self.alibi is None
 
 
 class AttentionPlan(Protocol):

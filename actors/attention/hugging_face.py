@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
-from actors.attention import ScoreOptions
+from actors.attention import Alibi, ScoreOptions
 from actors.attention.batch import RaggedBatch
 from cluster.errors import ModelError
 
@@ -61,6 +61,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    alibi: Alibi | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface with `RaggedBatch.attend`.
@@ -82,7 +83,7 @@ def paged_attention(
     if getattr(module, TEMPERATURE, False):
         query = (query * _temperature(module, slot.batch.positions)).to(query.dtype)
     seen = attention_mask or Visibility(sliding_window, None)
-    options = ScoreOptions(scaling, seen.window, seen.chunk, softcap, s_aux)
+    options = ScoreOptions(scaling, seen.window, seen.chunk, softcap, s_aux, alibi)
     padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
     key_value = torch.cat([key[0], padded[0]]).transpose(0, 1)
     layer = int(module.layer_idx)  # type: ignore[arg-type]

@@ -55,6 +55,7 @@ class SdpaGatherPlan:
         self.integers = [part for draft in self._drafts for part in draft.integers]
         self.groups: list[RowGroup] = []
         self._masks: dict[tuple[int, int, int | None, int | None], Tensor] = {}
+        self._key_positions: dict[int, Tensor] = {}
         self._is_one_group = len(self._drafts) == 1 and self._drafts[0].whole
 
     def place(self, parts: Sequence[Tensor]) -> None:
@@ -88,12 +89,14 @@ class SdpaGatherPlan:
         repeat = heads // kv_heads
         keys, values = _gather(rows, pool).unbind(2)  # each (count, keys, kv heads, head dim)
         grouped = query.view(rows.count, rows.queries, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
+        biases = options.alibi and options.alibi.biases(self.key_positions(index))
         attended = _weigh(
             grouped.reshape(rows.count, kv_heads, repeat * rows.queries, head_dim),
             keys.transpose(1, 2),
             values.transpose(1, 2),
             self.mask(index, repeat, options.window, options.chunk),
             options,
+            biases,
         )
         apart = attended.view(rows.count, kv_heads, repeat, rows.queries, head_dim).permute(0, 3, 1, 2, 4)
         return apart.reshape(-1, heads, head_dim)
@@ -123,6 +126,19 @@ class SdpaGatherPlan:
             scores = torch.zeros(hidden.shape, dtype=self._cache.dtype, device=at.device)
             self._masks[address] = scores.masked_fill_(hidden, -torch.inf).repeat(1, repeat, 1).unsqueeze(1)
         return self._masks[address]
+
+    def key_positions(self, group: int) -> Tensor:
+        """Returns the positions of a group's keys, (count, keys): tree nodes at their depth, other keys at their slot.
+
+        All layers share them per step.
+        """
+        if group not in self._key_positions:
+            rows = self.groups[group]
+            at = torch.arange(rows.keys, device=rows.positions.device).repeat(rows.count, 1)
+            query = rows.on_path // rows.keys
+            at[query // rows.queries, rows.on_path % rows.keys] = rows.positions.flatten()[query] - rows.behind
+            self._key_positions[group] = at
+        return self._key_positions[group]
 
 
 class _GroupDraft:
@@ -188,16 +204,21 @@ class _GroupDraft:
         )
 
 
-def _weigh(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, options: ScoreOptions) -> Tensor:
+def _weigh(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, options: ScoreOptions, biases: Tensor | None
+) -> Tensor:
     """Returns the values weighted by the softmax of the scores. torch's own kernels support only plain scores.
 
-    `query` has shape (rows, kv heads, query heads per kv head x queries, head dim).
+    `query` has shape (rows, kv heads, query heads per kv head x queries, head dim), `biases` (rows, heads, keys).
     """
     if options.is_plain:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=options.scaling)
     scores = query @ keys.transpose(-1, -2) * (options.scaling or query.shape[-1] ** -0.5)
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
+    if biases is not None:
+        by_head = scores.float().view(len(biases), biases.shape[1], -1, biases.shape[2])
+        scores = (by_head + biases.unsqueeze(2)).view(scores.shape)
     if mask is not None:
         scores = scores + mask
     if options.sinks is None:

@@ -30,6 +30,8 @@ GATHERED = "colwise_gather_output"  # style in transformers' tensor-parallel pla
 ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid"})
 SINKS = ".sinks"  # end of the names of attention sinks
 REPEATS_KEYS = frozenset({"jetmoe"})  # architectures that repeat keys for every query head before attention
+MULTI_QUERY = frozenset({"gpt_bigcode", "falcon"})  # architectures whose config may choose one key head
+ALIBI = frozenset({"bloom", "mpt"})  # architectures with biases by position; Falcon's config chooses them
 
 
 class LayerSize(NamedTuple):
@@ -85,6 +87,7 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
         plain=getattr(config, "attn_logit_softcapping", None) is None
         and not any(name.endswith(SINKS) for name, _ in model.named_parameters())
         and not (kinds and "chunked_attention" in kinds)
+        and not (config.model_type in ALIBI or getattr(config, "alibi", False))
         and not by_layer,
         by_layer=by_layer,
     )
@@ -113,7 +116,9 @@ def _kv_heads(config: PretrainedConfig, heads: int) -> int:
     """Returns the number of key heads passed to attention; all of them are cached."""
     if _has_latent_attention(config) or config.model_type in REPEATS_KEYS:
         return heads
-    if config.model_type == "gpt_bigcode":
+    if getattr(config, "new_decoder_architecture", False):  # of Falcon
+        return int(config.num_kv_heads)
+    if config.model_type in MULTI_QUERY:
         return 1 if config.multi_query else heads
     return int(getattr(config, "num_key_value_heads", None) or heads)
 
@@ -122,7 +127,8 @@ def _head_dim(config: PretrainedConfig, heads: int) -> int:
     if _has_latent_attention(config):
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     named = getattr(config, "head_dim", None) or getattr(config, "kv_channels", None)
-    return int(named or config.hidden_size // heads)
+    size = int(named or config.hidden_size // heads)
+    return 2 * size if config.model_type == "diffllama" else size  # two values per key
 
 
 # The trial has one block per row, after contexts of several lengths, as in a target's step.

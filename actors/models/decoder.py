@@ -22,6 +22,7 @@ from actors.attention import ScoreOptions
 from actors.attention.batch import RaggedBatch
 from actors.attention.hugging_face import ATTENTION_NAME, register_attention, share_batch
 from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection
+from actors.models.own_attention import replace_attention
 from actors.models.recurrent_layers import run_row_by_row
 from actors.models.sharding import RowParallelLinear, VocabularyParallelHead
 from cluster.errors import ModelError
@@ -112,6 +113,7 @@ class ModelDecoder:
         self._model = model
         self._slot = share_batch(model)
         run_row_by_row(model, self._slot)
+        replace_attention(model)
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
         with self._slot.hold(batch):

@@ -199,7 +199,9 @@ def _random_model(kind: type[PreTrainedModel], config: PretrainedConfig, seed: i
         raise ValueError(f"{parameters} parameters are too many for a check; at most {MAX_PARAMETERS} are allowed")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = kind._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        # Falcon's eager attention adds its biases by position twice.
+        attention = "sdpa" if getattr(config, "alibi", False) else "eager"
+        model: PreTrainedModel = kind._from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
         for weight in model.parameters():
             noise = torch.randn_like(weight)
             weight.data = weight + NOISE * noise if weight.ndim < 2 else noise / weight.shape[-1] ** 0.5
@@ -346,7 +348,7 @@ class _CheckedRank:
             if window is not None and not self._shape.slides:
                 raise _WrongError(f"layer {call.layer} attends with a window, but its config has none")
             if self._shape.plain and not call.options.is_plain:
-                raise _WrongError(f"layer {call.layer} has attention sinks or bounded scores where none are planned")
+                raise _WrongError(f"layer {call.layer} bounds or biases scores, or has sinks, where none are planned")
 
 
 def _shares(model: PreTrainedModel, ranks: int) -> list[tuple[PreTrainedModel, Group]]:

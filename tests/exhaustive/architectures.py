@@ -215,7 +215,7 @@ def try_architecture(name: str) -> Outcome:
             made = random_model(small_config(model_type, fields))
             made.save_pretrained(folder)
             plain = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager"
+                folder, dtype=torch.float32, attn_implementation="sdpa" if fields.get("alibi") else "eager"
             ).eval()
             plain.load_state_dict(made.state_dict())  # transformers zeroes a stored padding row of youtu
             logits_of(plain, tuple(range(FIRST_TOKEN, 60)))
