@@ -89,7 +89,7 @@ class SdpaGatherPlan:
         repeat = heads // kv_heads
         keys, values = _gather(rows, pool).unbind(2)  # each (count, keys, kv heads, head dim)
         grouped = query.view(rows.count, rows.queries, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
-        biases = options.alibi and options.alibi.biases(self.key_positions(index))
+        biases = None if options.alibi is None else options.alibi.biases(self.key_positions(index))
         attended = _weigh(
             grouped.reshape(rows.count, kv_heads, repeat * rows.queries, head_dim),
             keys.transpose(1, 2),

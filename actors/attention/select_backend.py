@@ -31,7 +31,7 @@ ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention
 SINKS = ".sinks"  # end of the names of attention sinks
 REPEATS_KEYS = frozenset({"jetmoe"})  # architectures that repeat keys for every query head before attention
 MULTI_QUERY = frozenset({"gpt_bigcode", "falcon"})  # architectures whose config may choose one key head
-ALIBI = frozenset({"bloom", "mpt"})  # architectures with biases by position; Falcon's config chooses them
+BIASED = frozenset({"bloom", "mpt", "doge"})  # architectures with biases of scores; Falcon's config chooses them
 
 
 class LayerSize(NamedTuple):
@@ -87,7 +87,7 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
         plain=getattr(config, "attn_logit_softcapping", None) is None
         and not any(name.endswith(SINKS) for name, _ in model.named_parameters())
         and not (kinds and "chunked_attention" in kinds)
-        and not (config.model_type in ALIBI or getattr(config, "alibi", False))
+        and not (config.model_type in BIASED or getattr(config, "alibi", False))
         and not by_layer,
         by_layer=by_layer,
     )
@@ -128,6 +128,8 @@ def _head_dim(config: PretrainedConfig, heads: int) -> int:
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     named = getattr(config, "head_dim", None) or getattr(config, "kv_channels", None)
     size = int(named or config.hidden_size // heads)
+    if config.model_type == "doge":
+        return size + 1  # keys include a bias
     return 2 * size if config.model_type == "diffllama" else size  # two values per key
 
 

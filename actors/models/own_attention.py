@@ -1,8 +1,8 @@
 """Attention over the paged cache for models whose layers do not call transformers' attention interface once.
 
-Falcon, GPT-J, CodeGen, Bloom and MPT compute attention in their own code, and DiffLlama calls the interface twice with
-the same keys. `replace_attention` gives each layer a function that uses the layer's own projections and rotary code,
-then `paged_attention`.
+Falcon, GPT-J, CodeGen, Bloom and MPT compute attention in their own code, DiffLlama calls the interface twice with the
+same keys, and Doge passes biases as a mask. `replace_attention` gives each layer a function that uses the layer's own
+projections and rotary code, then `paged_attention`.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,13 @@ from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
 from transformers.models.codegen.modeling_codegen import CodeGenAttention
 from transformers.models.diffllama import modeling_diffllama as diffllama
+from transformers.models.doge import modeling_doge as doge
 from transformers.models.falcon import modeling_falcon as falcon
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
 from actors.attention import Alibi
-from actors.attention.hugging_face import paged_attention
+from actors.attention.hugging_face import Visibility, paged_attention
 
 Attended = tuple[Tensor, None]  # output and attention weights, as returned by layers
 
@@ -46,12 +47,14 @@ def replace_attention(model: PreTrainedModel) -> None:
             module.build_mpt_alibi_tensor = _no_biases
         elif isinstance(module, diffllama.DiffLlamaAttention):
             module.forward = partial(_diffllama, module)
+        elif isinstance(module, doge.DogeAttention):
+            module.forward = partial(_doge, module)
 
 
 def _attend_scaled(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Attended:
     """Attends for GPT-J and CodeGen: (1, heads, total, head dim) -> the same shape."""
     query, key = query.to(value.dtype), key.to(value.dtype)  # CodeGen rotates in float32
-    attended, _ = paged_attention(module, query, key, value, None, scaling=1 / module.scale_attn)
+    attended = paged_attention(module, query, key, value, None, scaling=1 / module.scale_attn)[0]
     return attended.transpose(1, 2), None
 
 
@@ -81,14 +84,14 @@ def _falcon(
     if slopes is None:
         query, key = falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
     alibi = None if slopes is None else Alibi(slopes, hidden.dtype, scaling)
-    attended, _ = paged_attention(module, query, key, value, None, scaling=scaling, alibi=alibi)
+    attended = paged_attention(module, query, key, value, None, scaling=scaling, alibi=alibi)[0]
     return module.dense(attended.flatten(2)), None
 
 
 def _bloom(module: Any, slopes: Tensor, hidden: Tensor, residual: Tensor, **_: Any) -> Attended:
     query, key, value = module._reshape(module.query_key_value(hidden))
     alibi = Alibi(slopes, hidden.dtype)
-    attended, _ = paged_attention(module, query, key, value, None, scaling=module.inv_norm_factor, alibi=alibi)
+    attended = paged_attention(module, query, key, value, None, scaling=module.inv_norm_factor, alibi=alibi)[0]
     return module.dense(attended.flatten(2)) + residual, None
 
 
@@ -97,7 +100,7 @@ def _mpt(module: Any, alibi: Alibi, hidden: Tensor, **_: Any) -> Attended:
     if module.clip_qkv:
         qkv = qkv.clamp(-module.clip_qkv, module.clip_qkv)
     query, key, value = (part.unflatten(2, (-1, module.head_dim)).transpose(1, 2) for part in qkv.chunk(3, dim=2))
-    attended, _ = paged_attention(module, query, key, value, None, scaling=module.softmax_scale, alibi=alibi)
+    attended = paged_attention(module, query, key, value, None, scaling=module.softmax_scale, alibi=alibi)[0]
     return module.out_proj(attended.flatten(2)), None
 
 
@@ -124,7 +127,7 @@ def _diffllama(
     query, key = diffllama.apply_rotary_pos_emb(query, key, *position_embeddings)
     query, key = (F.pad(part, (0, module.head_dim)) for part in (query, key))
     values = torch.cat([half.repeat(1, 2, 1, 1) for half in value.chunk(2, dim=1)], dim=-1)
-    attended, _ = paged_attention(module, query, key, values, None, scaling=module.scaling)
+    attended = paged_attention(module, query, key, values, None, scaling=module.scaling)[0]
     first, second = attended.chunk(2, dim=2)  # of the heads
     factor = (
         _exp_product(module.lambda_q1, module.lambda_k1)
@@ -133,6 +136,28 @@ def _diffllama(
     )
     normed = (1 - module.lambda_init) * module.groupnorm(first - factor * second)
     return module.o_proj(normed.flatten(2)), None
+
+
+def _doge(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Visibility | None = None,
+    **_: Any,
+) -> Attended:
+    """Computes Doge's attention in texts up to its `keep_window_size`; longer ones would drop keys.
+
+    Every key has a bias, computed from its value. It is cached as a further dimension of the key.
+    """
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    query, key, value = (project(hidden_states).unflatten(2, (-1, module.head_dim)) for project in projections)
+    query, key = module.q_norm(query).transpose(1, 2), module.k_norm(key).transpose(1, 2)
+    query, key = doge.apply_rotary_pos_emb(query, key, *position_embeddings)
+    biases = torch.exp(module.A * F.softplus(module.dt_proj(value.flatten(2))))  # (1, total, kv heads)
+    key = torch.cat([key, biases.transpose(1, 2).unsqueeze(-1) / module.scaling], dim=-1)
+    query = F.pad(query, (0, 1), value=1.0)
+    attended = paged_attention(module, query, key, value.transpose(1, 2), attention_mask, scaling=module.scaling)[0]
+    return module.o_proj(attended.flatten(2)), None
 
 
 def _exp_product(left: Tensor, right: Tensor) -> Tensor:

@@ -86,12 +86,18 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "Mamba 2 beside attention": ("falcon_h1", SIZES | {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8}),
     "convolutions": ("lfm2", SIZES | {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),
     "lightning attention": ("minimax", SIZES | {"num_local_experts": 4}),
+    "attention of its own, with biases by position": ("falcon", FALCON),
+    "two values per key": ("diffllama", SIZES),
+    "biases by key": ("doge", SIZES),
     "a window that no text reaches": ("phimoe", SIZES | {"sliding_window": 1024, "num_local_experts": 4}),
 }
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "attention of its own": ("falcon", FALCON, "attends 0 times"),
-    "attention twice a layer": ("diffllama", SIZES, "attends 2 times"),
-    "a mask of its own": ("doge", SIZES, "a mask of its own"),
+    "a recurrence of its own": (
+        "recurrent_gemma",
+        SIZES | {"lru_width": 32, "attention_window_size": 16},
+        "logits differ",
+    ),
+    "keys that are dropped": ("doge", SIZES | {"keep_window_size": 16}, "logits differ"),
     "states in place of keys": ("rwkv", {"vocab_size": 64, "hidden_size": 32}, "no attention heads"),
 }
 
@@ -130,6 +136,25 @@ class TwiceForCausalLM(LlamaForCausalLM):
         super().__init__(config)
         for layer in self.model.layers:
             layer.__class__ = TwiceLayer
+
+
+class MaskedLayer(LlamaDecoderLayer):
+    def forward(self, hidden_states, **arguments):
+        return super().forward(hidden_states, **arguments | {"attention_mask": torch.zeros(1, 1, 1, 1)})
+
+
+class MaskedForCausalLM(LlamaForCausalLM):
+    """Llama lookalike whose layers create masks."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.__class__ = MaskedLayer
+
+
+def test_a_runner_refuses_a_mask_of_the_model_s_own():
+    with pytest.raises(ModelError, match=r"MaskedForCausalLM.*a mask of its own"):
+        ModelRunner(MaskedForCausalLM(LlamaConfig(**SIZES)), 8, 4)
 
 
 def test_a_runner_refuses_a_layer_that_attends_twice():
