@@ -36,7 +36,7 @@ test: models
 test-exhaustive: models
 	$(BIN)/pytest tests/exhaustive -s --timeout 3600
 
-# Checks a small model of every architecture in transformers for exactness, for docs/models.md; half an hour.
+# Checks a small model of every architecture in transformers for exactness, for docs/models.md; an hour or more.
 model-table: setup
 	$(BIN)/python -m tests.exhaustive.architectures --table
 

@@ -1,9 +1,11 @@
 """Checks Slipstream against small models of every causal language model in the installed transformers.
 
 python -m tests.exhaustive.architectures [NAME ...]   tries these (default: all) and prints a line for each
-python -m tests.exhaustive.architectures --table      tries all and writes the table in docs/models.md
+python -m tests.exhaustive.architectures --table      tries all and writes the tables in docs/models.md
+python -m tests.exhaustive.architectures NAME --table writes these into the tables and keeps all other rows
 """
 
+import copy
 import logging
 import re
 import sys
@@ -11,10 +13,10 @@ import tempfile
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -22,16 +24,24 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from actors.compute.kv_cache import InputRow
+from actors.attention.batch import RaggedBatch
+from actors.attention.sdpa_gather import SdpaGather
+from actors.compute.collectives import ThreadGroup
+from actors.compute.kv_cache import InputRow, PagedCache
 from actors.engine.runner import ModelRunner
-from actors.models.checkpoint import load_model
+from actors.models.checkpoint import check_tensor_parallel, load_model
+from actors.models.config_reader import is_recurrent
+from actors.models.decoder import Decoder, LlamaDecoder, decoder_for
 from actors.models.recurrent_layers import recurrent_layers
+from actors.models.reference_check import check_model
+from actors.models.sharding import shard
 from cluster.errors import ModelError
 from cluster.page_allocator import SlotMove
 from tests.unit.trees import grown
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEADING = "## Architectures"
+VLLM_CLASSES = Path(__file__).with_name("vllm_classes.txt")
 VOCABULARY = 128
 FIRST_TOKEN = 4
 PAGE_SIZE = 4
@@ -180,9 +190,26 @@ REASONS = (  # pattern in a reason, words in the table
     (r"parameters are too many", "too large"),
     (r"^(\w+): ", r"\1"),
 )
+HEADERS = frozenset({"architectures", "result", "---"})  # first cells of lines without outcomes
+EXPLANATION = """\
+* **own engine**: `lean` is leaner code for Llama, Mistral, Qwen2 and Qwen3; `transformers` is the model's own code.
+* **ranks**: any divisor of the heads and widths, if ranks share the work of layers.
+* **trees**: whether draft trees are verified; chains always are.
+* **heads**: whether heads can read its hidden states.
+* **vLLM**: whether vLLM 0.32.0 lists its class. vLLM may run others in transformers' code."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {}) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 } | VARIANTS
+
+
+class Support(NamedTuple):
+    """Cells of an exact architecture in docs/models.md."""
+
+    engine: str
+    ranks: str
+    trees: str
+    heads: str
+    vllm: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +218,7 @@ class Outcome:
 
     kind: str
     reason: str = ""
+    support: Support | None = None  # only of exact cases
 
 
 @dataclass(slots=True)
@@ -222,7 +250,10 @@ def try_architecture(name: str) -> Outcome:
         except Exception as error:  # noqa: BLE001 - configs refuse in their own ways
             return Outcome("not built", one_line(error))
         try:
-            runner = ModelRunner(load_model(Path(folder), "float32", torch.device("cpu")), 2 * PAGES_EACH, PAGE_SIZE)
+            model = load_model(Path(folder), "float32", torch.device("cpu")).eval()
+            can_split = splits_layers(model, Path(folder))
+            decoder = decoder_for(model)
+            runner = ModelRunner(model, 2 * PAGES_EACH, PAGE_SIZE, decoder=decoder)
         except ModelError as error:
             return Outcome("refused", str(error).replace(folder, "the checkpoint"))
         except Exception as error:  # noqa: BLE001 - anything but a ModelError is a finding
@@ -231,7 +262,55 @@ def try_architecture(name: str) -> Outcome:
             worst = furthest(runner, plain, is_recurrent=bool(recurrent_layers(plain)))
         except Exception as error:  # noqa: BLE001 - anything but a ModelError is a finding
             return Outcome("failed", one_line(error))
-    return Outcome("exact") if worst < TOLERANCE else Outcome("different", f"{worst:.2g} of the largest logit")
+    if not worst < TOLERANCE:
+        return Outcome("different", f"{worst:.2g} of the largest logit")
+    support = Support(
+        engine="lean" if isinstance(decoder, LlamaDecoder) else "transformers",
+        ranks="any divisor" if can_split else "1",
+        trees=yes_or_no(not is_recurrent(model.config)),
+        heads=yes_or_no(exposes_states(decoder, plain)),
+        vllm=yes_or_no(type(plain).__name__ in vllm_classes()),
+    )
+    return Outcome("exact", support=support)
+
+
+def yes_or_no(condition: bool) -> str:
+    return "yes" if condition else "no"
+
+
+def splits_layers(model: PreTrainedModel, folder: Path) -> bool:
+    """Returns whether two ranks are exact and share the work of layers, rather than only that of the LM head."""
+    try:
+        check_tensor_parallel(folder, 2)
+        check_model(folder, ranks=2)
+    except ModelError:
+        return False
+    cuts = shard(copy.deepcopy(model), ThreadGroup.of_size(2)[0])
+    return any(re.search(r"\.\d+\.", name) for name in cuts)
+
+
+@torch.inference_mode()
+def exposes_states(decoder: Decoder, plain: PreTrainedModel) -> bool:
+    """Returns whether a decoder returns transformers' hidden states, as read by heads: inside and after the layers."""
+    text = tuple(range(FIRST_TOKEN, 60))
+    config = plain.config.get_text_config()
+    layers = (config.num_hidden_layers // 2, config.num_hidden_layers)
+    cache = PagedCache(PAGES_EACH, PAGE_SIZE, torch.float32, torch.device("cpu"))
+    batch = RaggedBatch([InputRow(text, 0, 1, tuple(range(PAGES_EACH)))], cache, SdpaGather())
+    try:
+        found = decoder(batch, layers).streams
+        states = plain(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
+        right = torch.cat([states[layer][0] for layer in layers], dim=-1)
+    except Exception:  # noqa: BLE001 - models without these states fail in their own ways
+        return False
+    if found is None or not found.shape == right.shape == (len(text), len(layers) * config.hidden_size):
+        return False
+    return float((found - right).abs().max() / right.abs().max()) < TOLERANCE
+
+
+def vllm_classes() -> set[str]:
+    """Returns the classes of transformers' causal language models that are in vLLM's registry of models."""
+    return {line for line in VLLM_CLASSES.read_text().splitlines() if not line.startswith("#")}
 
 
 def one_line(error: Exception) -> str:
@@ -336,13 +415,15 @@ def a_row(
 
 
 def table(outcomes: Mapping[str, Outcome]) -> str:
-    """Returns the section of docs/models.md with a row for each result and reason."""
+    """Returns the section of docs/models.md, with a row for equal support and one for each other result and reason."""
     counts = Counter(outcome.kind for outcome in outcomes.values())
     tried = f"{counts['exact']} exact, {counts['refused']} refused, {counts['not built']} not built by the sweep"
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    exact: dict[Support, list[str]] = defaultdict(list)
+    others: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, outcome in sorted(outcomes.items()):
         base, _, variant = name.partition(", ")
-        groups[outcome.kind, outcome.reason].append(f"{base} ({variant})" if variant else base)
+        names = exact[outcome.support] if outcome.support else others[outcome.kind, outcome.reason]
+        names.append(f"{base} ({variant})" if variant else base)
     kinds = ("exact", "refused", "not built", "different", "failed")
     return "\n".join(
         [
@@ -350,11 +431,17 @@ def table(outcomes: Mapping[str, Outcome]) -> str:
             "",
             f"Results of `make model-table` with transformers {transformers.__version__}: {tried}.",
             "",
+            EXPLANATION,
+            "",
+            "| architectures | own engine | ranks | trees | heads | vLLM |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *(f"| {', '.join(names)} | {' | '.join(support)} |" for support, names in sorted(exact.items())),
+            "",
             "| result | reason | architectures |",
             "| --- | --- | --- |",
             *(
                 f"| {kind} | {reason} | {', '.join(names)} |"
-                for (kind, reason), names in sorted(groups.items(), key=lambda group: (kinds.index(group[0][0]), group))
+                for (kind, reason), names in sorted(others.items(), key=lambda group: (kinds.index(group[0][0]), group))
             ),
             "",
         ]
@@ -370,17 +457,25 @@ def brief(reason: str) -> str:
 def written_outcomes() -> dict[str, Outcome]:
     """Returns the outcomes in docs/models.md by case."""
     outcomes = {}
-    for line in [line for line in PAGE.read_text().partition(HEADING)[2].splitlines() if line.startswith("| ")][2:]:
-        kind, reason, names = (cell.strip() for cell in line.strip("|").split("|"))
+    lines = [line for line in PAGE.read_text().partition(HEADING)[2].splitlines() if line.startswith("| ")]
+    for cells in [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]:
+        if cells[0] in HEADERS:
+            continue
+        if len(cells) == 3:
+            kind, reason, names = cells
+            outcome = Outcome(kind, reason)
+        else:
+            names, *support = cells
+            outcome = Outcome("exact", support=Support(*support))
         for name in names.split(", "):
-            outcomes[name.replace(" (", ", ").removesuffix(")")] = Outcome(kind, reason)
+            outcomes[name.replace(" (", ", ").removesuffix(")")] = outcome
     return outcomes
 
 
 def outcomes_of(names: list[str]) -> Iterator[tuple[str, Outcome]]:
     for name in names:
         outcome = try_architecture(name)
-        print(f"{name:36} {outcome.kind:10} {outcome.reason}", flush=True)
+        print(f"{name:36} {outcome.kind:10} {outcome.reason}{', '.join(outcome.support or ())}", flush=True)
         yield name, outcome
 
 
@@ -392,7 +487,7 @@ def main() -> None:
     outcomes = dict(outcomes_of(names or list(CASES)))
     print(dict(Counter(outcome.kind for outcome in outcomes.values())))
     if "--table" in sys.argv:
-        tried = {name: Outcome(one.kind, brief(one.reason)) for name, one in outcomes.items()}
+        tried = {name: replace(one, reason=brief(one.reason)) for name, one in outcomes.items()}
         outcomes = (written_outcomes() if names else {}) | tried
         PAGE.write_text(PAGE.read_text().partition(HEADING)[0].rstrip() + "\n\n" + table(outcomes))
 
