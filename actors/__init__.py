@@ -12,7 +12,7 @@ the target's hidden states. After sending a block, it drafts ahead of the verdic
 `speculative_decoding.py` contains the algorithm on one screen; the engine must commit the same tokens. Noise is a pure
 function of (seed, choice, position, purpose, token id), so drafter and target draw the same noise on any device.
 
-Models run in transformers' own code with `paged_attention`; models of the Llama kind run in a leaner decoder. At load,
+Models run in transformers' own code with `paged_attention`; Llama-like models run in a leaner decoder. At load,
 a model that cannot be proved exact is refused. This package is independent of HTTP, text and the ledger. Importing it
 does not import torch.
 """

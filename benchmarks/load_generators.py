@@ -115,7 +115,7 @@ def aiperf_load(program: Path, at: Endpoint, sweep: Sweep, out: Path) -> Load:
 
 
 def check_drafts(out: Path) -> None:
-    """Fails unless an AIPerf report has speculation metrics, which AIPerf writes only for valid statistics in answers.
+    """Fails unless an AIPerf report has speculation metrics; it has them only if responses carry valid statistics.
 
     A run without any speculation, for instance at high concurrency, has no metrics.
     """

@@ -160,8 +160,8 @@ class _Successors:
 
     @torch.inference_mode()
     def _try(self, folder: Path, model: PreTrainedModel, parts: _Parts) -> None:
-        """Feeds a few tokens through a small separate cache. Raises ModelError unless each row of logits has a finite
-        maximum.
+        """Runs the model on a few tokens with a separate cache. Raises ModelError unless each row of logits has a
+        finite maximum.
         """
         pages = -(-PROBE_TOKENS // self._shape.page_size)
         runner = ModelRunner(

@@ -1,4 +1,4 @@
-"""Trains a draft model of the Llama kind and, if it has one, its recurrent head.
+"""Trains a Llama-like draft model and, if it has one, its recurrent head.
 
 The loss is the cross-entropy of the answers' tokens, plus that of the recurrent head's predictions after a sample of
 positions.

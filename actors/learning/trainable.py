@@ -245,7 +245,7 @@ def diverged(step: int, what: str) -> ModelError:
 
 
 def load_trainable(folder: Path, device: torch.device) -> TrainableDraft:
-    """Loads a draft checkpoint of the Llama kind for training.
+    """Loads a Llama-like draft checkpoint for training.
 
     Raises ModelError if the checkpoint cannot be loaded, or its kind cannot be trained.
     """
@@ -253,7 +253,8 @@ def load_trainable(folder: Path, device: torch.device) -> TrainableDraft:
     output = model.get_output_embeddings()
     if not is_llama_kind(model) or output.bias is not None or getattr(model.config, "logit_scale", None):
         raise ModelError(
-            f"{folder} holds a {type(model).__name__}, which cannot be trained; use a draft model of the Llama kind"
+            f"{folder} holds a {type(model).__name__}, which cannot be trained; use a draft model with the"
+            " Llama architecture"
         )
     columns = read_frequent_tokens(folder, int(model.config.vocab_size))
     width = tokens_per_forward(model.config, 1)

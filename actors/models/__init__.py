@@ -3,6 +3,6 @@
 `checkpoint.load` loads one rank's share of a checkpoint. `config_reader`, `weights` and `reference_check` refuse
 checkpoints that cannot be served exactly: unknown or broken configurations, tensors that do not match the model one to
 one, and classes whose logits over pages, blocks and trees differ from transformers'. `sharding` splits layers over
-ranks by transformers' own plan. `decoder` runs any model in transformers' code, and models of the Llama kind in fewer,
+ranks by transformers' own plan. `decoder` runs any model in transformers' code, and Llama-like models in fewer,
 larger operations. To make another architecture fast, extend `decoder`.
 """

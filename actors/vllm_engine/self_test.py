@@ -23,7 +23,7 @@ def check_engine(step: Step, fed: Callable[[Row], Row | None], vocabulary: int, 
     """Raises EngineError if blocks of at most `longest` tokens are decided wrongly.
 
     `fed` returns the engine's record of a planned row. In 16 bits, two logits may nearly tie, so that a block rounds
-    differently from a single token. Therefore, only one of several prompts must pass; a real fault fails all of them.
+    differently from a single token. Therefore, one passing prompt is enough; a real fault fails all of them.
     """
     for sampling in (GREEDY, Sampling()):
         faults = []

@@ -67,7 +67,7 @@ class Metrics:
         handovers: Counts = dict,
         model: str = "",
     ) -> None:
-        """`recoveries` counts recovery steps by drafter and step; `handovers` moved sessions by pool and cause."""
+        """`recoveries` counts recovery steps by drafter and step, and `handovers` moved sessions by pool and cause."""
         self.registry = registry = CollectorRegistry()
         self._vllm_names = VllmNames(registry, model)
         self._versions = PromptVersions()

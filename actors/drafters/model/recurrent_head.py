@@ -80,7 +80,7 @@ def load_recurrent_head(
     if not path.is_file():
         return None
     if not isinstance(decoder, LlamaDecoder):
-        raise ModelError(f"{path} needs a model of the Llama kind, not {type(model).__name__}; remove it")
+        raise ModelError(f"{path} needs a model with the Llama architecture, not {type(model).__name__}; remove it")
     stored = read_tensors(path)
     hidden = int(model.config.hidden_size)
     shapes = {name: tuple(weight.shape) for name, weight in stored.items()}

@@ -95,7 +95,7 @@ def test_forgotten_examples_leave_no_trace_in_the_files(store, tmp_path):
     assert store.read("target") == theirs
     assert store.forget() == 5
     assert not any(holds(tmp_path, each.answer) for each in theirs)
-    assert store.add(ours, "target") == {"kept": 5}  # forgotten even as duplicates
+    assert store.add(ours, "target") == {"kept": 5}  # evicted examples do not count as duplicates
 
 
 def test_a_file_of_an_earlier_version_is_opened_with_its_examples(tmp_path):

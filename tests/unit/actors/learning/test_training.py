@@ -253,7 +253,7 @@ def test_bad_input_is_refused(start: Path, tmp_path: Path) -> None:
         trained(start, tmp_path / "out", some_examples(2), replace(QUICK, replay_share=1.0))
     config = json.loads((start / "config.json").read_text())
     (start / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
-    with pytest.raises(ModelError, match="cannot be trained; use a draft model of the Llama kind"):
+    with pytest.raises(ModelError, match="cannot be trained; use a draft model with the Llama"):
         trained(start, tmp_path / "out", some_examples(2))
 
 
