@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from actors.attention.hugging_face import BatchSlot
 from actors.compute.recurrent_states import State
+from cluster.errors import ModelError
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 LIGHTNING = "slope_rate"  # attribute of lightning attention (MiniMax)
@@ -33,8 +34,16 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def run_row_by_row(model: PreTrainedModel, slot: BatchSlot) -> None:
-    """Makes a model's recurrent layers compute the rows of the batch in the slot; idempotent."""
+    """Makes a model's recurrent layers compute the rows of the batch in the slot; idempotent.
+
+    Raises ModelError for layers whose results depend on the number of tokens in a row.
+    """
     for module in recurrent_layers(model):
+        if getattr(module, "time_step_limit", (0.0,))[0] > 0:  # as in Nemotron-H and Zamba 2
+            raise ModelError(
+                f"{type(module).__name__} limits time steps in transformers' code for prompts, but not for single"
+                " tokens"
+            )
         if not isinstance(module.forward, _RowByRow):
             module.forward = _RowByRow(module, slot)
 

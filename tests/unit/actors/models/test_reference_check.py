@@ -97,6 +97,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         SIZES | {"lru_width": 32, "attention_window_size": 16},
         "logits differ",
     ),
+    "time steps that only prompts limit": (
+        "nemotron_h",
+        SIZES | {"n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 8, "layer_types": ["linear_attention", "mlp"]},
+        "limits time steps",
+    ),
     "keys that are dropped": ("doge", SIZES | {"keep_window_size": 16}, "logits differ"),
     "states in place of keys": ("rwkv", {"vocab_size": 64, "hidden_size": 32}, "no attention heads"),
 }
