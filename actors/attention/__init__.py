@@ -28,7 +28,7 @@ class Alibi:
     """
 
     slopes: Tensor  # (heads,): bias per position
-    dtype: torch.dtype  # type of the biases
+    dtype: torch.dtype  # type of the biases; scores are added in float32
     scaling: float = 1.0  # factor of the biases
 
     def biases(self, positions: Tensor) -> Tensor:

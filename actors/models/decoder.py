@@ -108,12 +108,12 @@ class ModelDecoder:
 
     def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
         register_attention()
-        model.set_attn_implementation(ATTENTION_NAME)
+        if not replace_attention(model):
+            model.set_attn_implementation(ATTENTION_NAME)
         pack_linears(model, product)
         self._model = model
         self._slot = share_batch(model)
         run_row_by_row(model, self._slot)
-        replace_attention(model)
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
         with self._slot.hold(batch):

@@ -23,13 +23,30 @@ from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
 from actors.attention import Alibi
-from actors.attention.hugging_face import Visibility, paged_attention
+from actors.attention.hugging_face import ATTENTION_NAME, Visibility, paged_attention
 
 Attended = tuple[Tensor, None]  # output and attention weights, as returned by layers
 
 
-def replace_attention(model: PreTrainedModel) -> None:
-    """Makes the layers of these models attend through the paged cache; idempotent."""
+OWN_ATTENTION = (
+    GPTJAttention,
+    CodeGenAttention,
+    falcon.FalconAttention,
+    BloomAttention,
+    MptAttention,
+    diffllama.DiffLlamaAttention,
+    doge.DogeAttention,
+)
+
+
+def replace_attention(model: PreTrainedModel) -> bool:
+    """Makes the layers of these models attend through the paged cache; idempotent. Returns whether it is such a model.
+
+    Sets the name of the attention in the config, which transformers' own method refuses for most of these models.
+    """
+    if not any(isinstance(module, OWN_ATTENTION) for module in model.modules()):
+        return False
+    model.config._attn_implementation = ATTENTION_NAME
     module: Any
     for module in model.modules():
         if isinstance(module, GPTJAttention | CodeGenAttention):
@@ -49,6 +66,7 @@ def replace_attention(model: PreTrainedModel) -> None:
             module.forward = partial(_diffllama, module)
         elif isinstance(module, doge.DogeAttention):
             module.forward = partial(_doge, module)
+    return True
 
 
 def _attend_scaled(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Attended:

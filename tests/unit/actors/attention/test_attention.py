@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from actors.attention import AttentionBackend, ScoreOptions, pages_of
+from actors.attention import Alibi, AttentionBackend, ScoreOptions, pages_of
 from actors.attention.batch import RaggedBatch
 from actors.attention.flashinfer import FlashInfer
 from actors.attention.flex import Flex
@@ -28,6 +28,7 @@ HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 8
 CPU = torch.device("cpu")
+SLOPES = (0.5, 0.25, 2.0, 0.01)  # by head
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "gathered": SdpaGather,
     "flashinfer": lambda: FlashInfer(FLASHINFER, CPU),
@@ -66,13 +67,18 @@ def random_input(seed: int, total: int) -> tuple[Tensor, Tensor]:
     return query, torch.randn(total, 2 * KV_HEADS, HEAD_DIM, generator=generator)
 
 
-def plain_attention(query: Tensor, key_value: Tensor, window: int | None = None) -> Tensor:
+def plain_attention(
+    query: Tensor, key_value: Tensor, window: int | None = None, slopes: Tensor | None = None
+) -> Tensor:
     """Computes a whole sequence without a cache; returns the last queries' output, (queries, heads x head dim)."""
     keys, values = key_value.repeat_interleave(HEADS // KV_HEADS, dim=1).transpose(0, 1).chunk(2)
     at = torch.arange(len(key_value))[-len(query) :].unsqueeze(1)
     key_at = torch.arange(len(key_value))
     seen = (key_at <= at) if window is None else (key_at <= at) & (key_at > at - window)
-    found = F.scaled_dot_product_attention(query.transpose(0, 1), keys, values, attn_mask=seen, scale=0.3)
+    biases = torch.zeros(HEADS) if slopes is None else slopes
+    distances = (key_at - at).masked_fill(~seen, 0)
+    mask = (biases.view(-1, 1, 1) * distances).masked_fill(~seen, -torch.inf)
+    found = F.scaled_dot_product_attention(query.transpose(0, 1), keys, values, attn_mask=mask, scale=0.3)
     return found.transpose(0, 1).reshape(len(query), -1)
 
 
@@ -112,14 +118,20 @@ def a_tree_row(pages: tuple[int, ...], start: int, known: int, tree: DraftTree) 
 
 
 def plain_tree_attention(
-    row: InputRow, query: Tensor, old: Tensor, new: Tensor, window: int | None = None
+    row: InputRow,
+    query: Tensor,
+    old: Tensor,
+    new: Tensor,
+    window: int | None = None,
+    slopes: Tensor | None = None,
 ) -> list[Tensor]:
     """Computes attention token by token: decided tokens over all earlier ones, each node over its own path."""
     known = len(row.tokens) - len(row.parents)
     lines = [tuple(range(known - at)) for at in range(known - 1, -1, -1)]
     lines += [(*range(known), *[known + node for node in path]) for path in row.tree.paths]
     return [
-        plain_attention(query[at : at + 1], torch.cat([old, new[list(line)]]), window) for at, line in enumerate(lines)
+        plain_attention(query[at : at + 1], torch.cat([old, new[list(line)]]), window, slopes)
+        for at, line in enumerate(lines)
     ]
 
 
@@ -189,6 +201,29 @@ def test_special_scores_of_chains_and_trees(options):
         texts += [torch.cat([old[4:], new[-2 : len(new) - 1 + at]]) for at in range(2)]
         expected = [special_attention(query[at : at + 1], text, options) for at, text in enumerate(texts)]
         torch.testing.assert_close(found, torch.cat(expected))
+
+
+def test_biases_grow_with_the_position_of_a_tree_node_not_with_its_slot():
+    """Rows of a tree, a block and a single token share a group."""
+    slopes = torch.tensor(SLOPES)
+    cache = a_cache(pages=24)
+    tree = grown(Random(3), 9, 50)
+    query, old = random_input(8, 4 + 2)
+    RaggedBatch([a_row((7,), 0, 4), a_row((5,), 0, 2)], cache, SdpaGather()).attend(0, query, old, ScoreOptions(0.3))
+    rows = [a_tree_row((7, 2, 9, 11), 4, 1, tree), a_row((5, 12), 2, 3), a_row((13,), 0, 1)]
+    further_query, new = random_input(9, 10 + 3 + 1)
+    options = ScoreOptions(0.3, alibi=Alibi(slopes, torch.float32))
+    found = RaggedBatch(rows, cache, SdpaGather()).attend(0, further_query, new, options)
+    expected = plain_tree_attention(rows[0], further_query[:10], old[:4], new[:10], None, slopes)
+    expected.append(plain_attention(further_query[10:13], torch.cat([old[4:], new[10:13]]), None, slopes))
+    expected.append(plain_attention(further_query[13:], new[13:], None, slopes))
+    torch.testing.assert_close(found, torch.cat(expected))
+
+
+def test_biases_round_to_their_type():
+    """Falcon's slopes are bfloat16; 0.7109375 x 1001, with 1001 rounded to 1000, is between 708 and 712."""
+    slopes = torch.tensor([0.7109375], dtype=torch.bfloat16)
+    assert Alibi(slopes, torch.float32, 0.5).biases(torch.tensor([[3, 1001]])).tolist() == [[[1.0625, 356.0]]]
 
 
 def test_positions_of_a_tree_are_by_depth_and_a_chain_is_no_exception():

@@ -43,7 +43,17 @@ EXPERTS = {
     "first_k_dense_replace": 1,
 }
 GPT = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-FALCON = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
+FALCON = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+XGLM = {"vocab_size": 64, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
+BLOOM = {"vocab_size": 64, "hidden_size": 24, "n_layer": 2, "n_head": 3}
+MPT = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_seq_len": 64,
+    "attn_config": {"clip_qkv": 0.5},
+}
 HALF = 4  # rotary frequencies of a head dimension of 8
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * HALF, "long_factor": [4.0] * HALF, "factor": 4.0}
 RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -86,12 +96,20 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "Mamba 2 beside attention": ("falcon_h1", SIZES | {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8}),
     "convolutions": ("lfm2", SIZES | {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),
     "lightning attention": ("minimax", SIZES | {"num_local_experts": 4}),
-    "attention of its own, with biases by position": ("falcon", FALCON),
-    "two values per key": ("diffllama", SIZES),
+    "attention of its own": ("falcon", FALCON),
+    "attention of its own with biases by position": ("falcon", FALCON | {"alibi": True}),
+    "keys repeated for query heads": ("falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "a key for each query head": ("falcon", FALCON | {"multi_query": False}),
+    "rotary positions of a part of each head": ("gptj", GPT | {"rotary_dim": 4}),
+    "queries before values before keys": ("codegen", GPT | {"rotary_dim": 4}),
+    "biases for a number of heads that is no power of two": ("bloom", BLOOM),
+    "biases and clipped projections": ("mpt", MPT),
+    "differential attention": ("diffllama", SIZES),
     "biases by key": ("doge", SIZES),
     "a window that no text reaches": ("phimoe", SIZES | {"sliding_window": 1024, "num_local_experts": 4}),
 }
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "attention of its own": ("xglm", XGLM, "attends 0 times"),
     "a recurrence of its own": (
         "recurrent_gemma",
         SIZES | {"lru_width": 32, "attention_window_size": 16},
@@ -182,6 +200,13 @@ def test_a_model_with_norms_over_heads_that_two_ranks_share_out_is_refused_for_t
 def test_the_cache_of_a_multi_query_model_has_one_head(many, kv_heads):
     model = AutoModelForCausalLM.from_config(config_of("gpt_bigcode", GPT | {"multi_query": many}))
     assert attention_shape(model, 4).kv_heads == kv_heads
+
+
+def test_the_cache_holds_falcons_keys_before_they_are_repeated():
+    model = AutoModelForCausalLM.from_config(
+        config_of("falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2})
+    )
+    assert attention_shape(model, 4).kv_heads == 2
 
 
 def test_the_cache_of_latent_attention_has_whole_keys_of_every_head():
