@@ -5,6 +5,7 @@ at a time and a cache that holds only the state before that row.
 """
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from cluster.errors import ModelError
 
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 LIGHTNING = "slope_rate"  # attribute of lightning attention (MiniMax)
+FEW_TOKENS = 16  # longest part of a row that Mamba 2 computes token by token
 KEPT_INPUTS = 16  # inputs per page and layer that the memory plan allows for; a page holds those of one block
 
 
@@ -69,8 +71,11 @@ class _TransformersLayer:
         self._forward = module.forward
         self._index = int(module.layer_idx)  # type: ignore[arg-type]
         self._states = int(getattr(getattr(module, "config", None), "number_of_conv_states", 1))
-        # Mamba's scan of several tokens starts from an empty state, unlike Mamba 2's.
-        self._begins_only = hasattr(module, "x_proj") and hasattr(module, "dt_proj")
+        # Mamba's scan of several tokens starts from an empty state, so further tokens go one by one. Mamba 2's scan
+        # computes whole chunks, of 256 tokens in most models, so a few tokens are faster one by one on a CPU.
+        is_mamba = hasattr(module, "x_proj") and hasattr(module, "dt_proj")
+        scans_chunks = hasattr(module, "chunk_size") and next(module.parameters()).device.type == "cpu"
+        self._longest_stepwise = sys.maxsize if is_mamba else FEW_TOKENS if scans_chunks else 1
         parameters = inspect.signature(module.forward).parameters
         self._cache_argument = next(name for name in CACHE_ARGUMENTS if name in parameters)
         required = [
@@ -81,7 +86,7 @@ class _TransformersLayer:
 
     def advance(self, inputs: Tensor, state: State | None) -> tuple[Tensor, State]:
         """Implements `actors.compute.recurrent_states.Advance`."""
-        if state is None or not self._begins_only:
+        if state is None or not 1 < len(inputs) <= self._longest_stepwise:
             return self._pass(inputs, state)
         outputs = []
         for token in torch.split(inputs, 1):

@@ -27,13 +27,28 @@ LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_
 
 @dataclass(frozen=True)
 class ToyServer:
-    """Running toy server."""
+    """Running toy server, with what may leak."""
 
     listening: uvicorn.Server
+    loop: asyncio.AbstractEventLoop
+    metrics: Metrics
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.listening.servers[0].sockets[0].getsockname()[1]}"
+
+    @property
+    def tasks(self) -> int:
+        return len(asyncio.all_tasks(self.loop))
+
+    @property
+    def connections(self) -> int:
+        return len(self.listening.server_state.connections)
+
+    @property
+    def requests(self) -> float:
+        """Number of running requests."""
+        return self.metrics.registry.get_sample_value("slipstream_running_requests") or 0.0
 
 
 @contextmanager
@@ -58,10 +73,11 @@ async def _serve(started: "Future[ToyServer]", server: dict[str, Any]) -> None:
 
     async with cluster(logits=LOGITS, grammars=grammars, lock_step=True) as c:
         c.hurry()
-        api = toy_api(c.router, CODEC, config_of(server, CONTEXT), Metrics())
+        metrics = Metrics()
+        api = toy_api(c.router, CODEC, config_of(server, CONTEXT), metrics)
         listening = uvicorn.Server(uvicorn.Config(api, port=0, log_level="error", lifespan="off"))
         serving = asyncio.create_task(listening.serve())
         while not listening.started:
             await asyncio.sleep(0.01)
-        started.set_result(ToyServer(listening))
+        started.set_result(ToyServer(listening, asyncio.get_running_loop(), metrics))
         await serving

@@ -27,10 +27,10 @@ from tests.unit.actors.tiny_models import SIZES, VOCABULARY, tokens_of, twins
 from tests.unit.cluster.samples import GREEDY, KEY
 
 PAGE_SIZE = 4
-PAGES = 22  # one session needs 19, both need 33
+PAGES = 17  # one session needs 16, both need 23
 STEP_TOKENS = 20
 NODES = 8  # of a draft; reaches over a page
-NEW_TOKENS = 32
+NEW_TOKENS = 20
 COMMON = tokens_of(1, 22)  # five pages and a half
 PROMPTS = {"first": COMMON + tokens_of(2, 21), "second": COMMON + tokens_of(3, 6)}
 
@@ -126,7 +126,10 @@ def chain(right: Tokens, kept: int) -> DraftTree:
 
 
 def tree(right: Tokens, kept: int) -> DraftTree:
-    """Returns two siblings after each second sibling, which are right for `kept` levels."""
+    """Returns a tree of sibling pairs, each pair below the second sibling of the previous one.
+
+    The second siblings of `kept` levels are right.
+    """
     tokens: list[int] = []
     parents: list[int] = []
     for level, token in enumerate(right[: max(1, len(right) // 2)]):
@@ -158,11 +161,11 @@ class Family:
 
     runner: ModelRunner
     texts: dict[str, Tokens]
-    has_trees: bool
+    is_recurrent: bool  # recurrent layers support no trees
 
     @property
     def scripts(self) -> dict[str, Script]:
-        return CHAINS | TREES if self.has_trees else CHAINS
+        return CHAINS if self.is_recurrent else CHAINS | TREES
 
 
 @torch.inference_mode()
@@ -180,39 +183,31 @@ class ModelTarget(Target):
             max_step_tokens=STEP_TOKENS,
             pages=PAGES,
             page_size=PAGE_SIZE,
-            trees=family.has_trees,
+            trees=not family.is_recurrent,
         )
+        self.texts: dict[str, Tokens] = {}
+        self.accepted = 0  # draft tokens
         self._executor = StepExecutor(family.runner, VOCABULARY)
 
     def compute(self, plan: StepPlan) -> list[Outcome]:
         self.rows.append(plan.rows)
         return self._executor.step(plan)
 
-    def serve(
-        self, sampling: Sampling, script: Script | None = None, right: Mapping[str, Tokens] = {}
-    ) -> dict[str, Tokens]:
-        """Returns the text of each session; the second one begins once the first has a token.
-
-        A script requires the right texts.
-        """
-        texts: dict[str, Tokens] = {}
+    def serve(self, sampling: Sampling, script: Script | None, right: Mapping[str, Tokens]) -> None:
+        """Serves both sessions; the second one begins once the first has a token. A script requires the right texts."""
         waiting = list(PROMPTS)
 
         def deliver(sends: list[Send]) -> None:
             for receiver, message in sends:
                 if receiver == ROUTER:
                     assert isinstance(message, Verdict)
-                    texts[message.session] = texts.get(message.session, ()) + message.tokens
+                    self.texts[message.session] = self.texts.get(message.session, ()) + message.tokens
+                    self.accepted += message.accepted
                 elif script is not None and isinstance(message, DraftRequest):
-                    name = message.session
-                    text = PROMPTS[name] + right[name]
-                    before, after = text[: message.base_len], text[message.base_len :]
-                    assert message.prefix_hash == Prefix(KEY, before).hash, f"{name} differs before {message.base_len}"
-                    if drafted := after[: min(message.max_tokens, len(after) - 1)]:
-                        self.block(before, script(drafted), name)
+                    self._draft(message, script, right[message.session])
 
         while waiting or self.scheduler.admission.has_sessions:
-            if waiting and len(texts) == len(PROMPTS) - len(waiting):
+            if waiting and len(self.texts) == len(PROMPTS) - len(waiting):
                 name = waiting.pop(0)
                 prompt = PROMPTS[name]
                 drafts = NODES if script else 0
@@ -220,7 +215,14 @@ class ModelTarget(Target):
                 deliver(self.attach(prompt, name) if script else [])
             deliver(self.step())
         self.finish()
-        return texts
+
+    def _draft(self, request: DraftRequest, script: Script, right: Tokens) -> None:
+        """Answers a request; fails if the text before it is wrong."""
+        text = PROMPTS[request.session] + right
+        before = text[: request.base_len]
+        assert request.prefix_hash == Prefix(KEY, before).hash, f"wrong within {request.base_len} tokens: {self.texts}"
+        if drafted := text[request.base_len : -1][: request.max_tokens]:
+            self.block(before, script(drafted), request.session)
 
 
 def make_family(name: str) -> Family:
@@ -232,10 +234,10 @@ def make_family(name: str) -> Family:
             lambda: AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32), seed=seed
         )
         texts = {name: generated(model, prompt) for name, prompt in PROMPTS.items()}
-        if min(len(set(text)) for text in texts.values()) > NEW_TOKENS // 3:
+        if min(len(set(text)) for text in texts.values()) > NEW_TOKENS // 2:
             break
     runner = ModelRunner(twin, PAGES, PAGE_SIZE, is_checked=True)
-    return Family(runner, texts, has_trees=not recurrent_layers(model))
+    return Family(runner, texts, is_recurrent=bool(recurrent_layers(model)))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -243,25 +245,27 @@ def family(request: pytest.FixtureRequest) -> Family:
     return make_family(request.param)
 
 
-def served(family: Family, sampling: Sampling, script: Script | None, right: Mapping[str, Tokens]) -> dict[str, Tokens]:
+def served(family: Family, sampling: Sampling, script: Script | None, right: Mapping[str, Tokens]) -> ModelTarget:
     """Serves both sessions; asserts that a prefix was shared, a prompt cut and a session preempted."""
     target = ModelTarget(family)
-    texts = target.serve(sampling, script, right)
+    target.serve(sampling, script, right)
     assert target.scheduler.admission.preempted > 0
     assert target.scheduler.admission.prefix_hits > 2 * PAGE_SIZE
     assert any(not row.decide for rows in target.rows for row in rows), "no prompt was fed in chunks"
     assert any(len(rows) > 1 for rows in target.rows), "no step served two sessions"
-    return texts
+    return target
 
 
 def test_greedy_texts_are_those_of_generate(family):
-    assert served(family, GREEDY, None, {}) == family.texts
+    assert served(family, GREEDY, None, {}).texts == family.texts
     for name, script in family.scripts.items():
-        assert served(family, GREEDY, script, family.texts) == family.texts, name
+        target = served(family, GREEDY, script, family.texts)
+        assert target.texts == family.texts, name
+        assert (target.accepted > 0) == ("wrong" not in name)
 
 
 def test_a_seed_gives_one_text_whatever_is_drafted(family):
     sampling = Sampling(temperature=1.0)
-    expected = served(family, sampling, None, {})
+    expected = served(family, sampling, None, {}).texts
     for name, script in family.scripts.items():
-        assert served(family, sampling, script, expected) == expected, name
+        assert served(family, sampling, script, expected).texts == expected, name
