@@ -36,6 +36,17 @@ EXPERTS = "moe_tp_experts"  # a module whose parameters hold all experts, (exper
 PACKED_COLUMNS = "packed_colwise"  # of experts: gate and up projections, one after the other
 PACKED_ROWS = "packed_rowwise"  # likewise, of experts stored with inputs before outputs, as in Llama 4
 PACKED = frozenset({PACKED_COLUMNS, PACKED_ROWS})
+# Plans by class, for models without one in transformers.
+OWN_PLANS = {
+    "StableLmForCausalLM": {
+        **dict.fromkeys((f"model.layers.*.self_attn.{name}_proj" for name in "qkv"), COLUMNS),
+        "model.layers.*.self_attn.o_proj": ROWS,
+        **dict.fromkeys((f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up")), COLUMNS),
+        "model.layers.*.mlp.down_proj": ROWS,
+        "lm_head": GATHERED,
+    }
+}
+HEAD_COUNTS = frozenset({"num_heads", "num_key_value_heads"})
 ALIGNMENT = 16  # bytes, of rows of experts' weights (torch.nn.functional.grouped_mm)
 # Dimensions to cut of experts' gate and up projections, and of their down projections.
 CUT_DIMS = {PACKED_COLUMNS: 1, ROWS: 2, PACKED_ROWS: 2, COLUMNS: 1}
@@ -102,7 +113,9 @@ class VocabularyParallelHead(nn.Linear):
 
 
 def check_plan(model: PreTrainedModel) -> None:
-    """Raises ModelError if a model has no plan or its plan has an unsupported style."""
+    """Raises ModelError if a model has no plan or its plan has an unsupported style; sets a plan of OWN_PLANS."""
+    if not model.tp_plan and type(model).__name__ in OWN_PLANS:
+        model.tp_plan = OWN_PLANS[type(model).__name__]
     if not model.tp_plan:
         raise ModelError(f"{type(model).__name__} has no tensor-parallel plan; use target.tensor_parallel: 1")
     known = SPLIT | WHOLE | {EXPERTS, PACKED_COLUMNS, PACKED_ROWS}
@@ -171,6 +184,10 @@ def shard(model: PreTrainedModel, group: Group) -> dict[str, Cut]:
             cuts[f"{name}.weight"] = cut
             if local.bias is not None and cut.dim == 0:
                 cuts[f"{name}.bias"] = cut
+    if type(model).__name__ in OWN_PLANS:  # such models store head counts in their layers
+        for module in modules.values():
+            for name in HEAD_COUNTS & vars(module).keys():
+                setattr(module, name, getattr(module, name) // group.size)
     return cuts
 
 
@@ -204,8 +221,16 @@ def _replace(module: nn.Module, name: str, cut: Cut) -> None:
 def _styles(model: PreTrainedModel) -> dict[str, str]:
     """Returns the plan's style for each layer and parameter in it."""
     names = [name for named in (model.named_modules(), model.named_parameters()) for name, _ in named]
-    styles = {name: model.tp_plan.get(_in_plan(name)) for name in names}
-    return {name: style for name, style in styles.items() if style is not None}
+    plan = model.tp_plan
+    styles = {name: plan[_in_plan(name)] for name in names if _in_plan(name) in plan}
+    return styles | {name: COLUMNS for name in names if _is_norm_of_split_heads(name, styles, model)}
+
+
+def _is_norm_of_split_heads(name: str, styles: dict[str, str], model: PreTrainedModel) -> bool:
+    """Returns whether a parameter holds a norm's weights for each of the heads that ranks split, as in Cohere."""
+    layer, _, own = name.rpartition(".")
+    projection = layer.removesuffix("_norm") + "_proj"
+    return own == "weight" and styles.get(projection) == COLUMNS and model.get_parameter(name).dim() == 2
 
 
 def _in_plan(name: str) -> str:

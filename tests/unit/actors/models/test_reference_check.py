@@ -189,10 +189,14 @@ def test_two_ranks_are_proved_too(tmp_path):
     check_model(save(tmp_path, "qwen3", SIZES), ranks=2)
 
 
-def test_a_model_with_norms_over_heads_that_two_ranks_share_out_is_refused_for_them_alone(tmp_path):
-    folder = save(tmp_path, "cohere", SIZES | {"use_qk_norm": True})
+def test_norms_over_heads_are_split_with_the_heads(tmp_path):
+    check_model(save(tmp_path, "cohere", SIZES | {"use_qk_norm": True}), ranks=2)
+
+
+def test_a_model_with_a_module_for_each_head_is_refused_for_two_ranks_alone(tmp_path):
+    folder = save(tmp_path, "stablelm", SIZES | {"qk_layernorm": True})
     check_model(folder)
-    with pytest.raises(ModelError, match="Cohere"):
+    with pytest.raises(ModelError, match="StableLm"):
         check_model(folder, ranks=2)
 
 

@@ -23,7 +23,7 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4, "pad_token_id": 0}
-KINDS = ("llama", "qwen2", "qwen3", "gemma2", "mistral", "starcoder2", "olmo2", "phi3", "glm4")
+KINDS = ("llama", "qwen2", "qwen3", "gemma2", "mistral", "starcoder2", "olmo2", "phi3", "glm4", "cohere", "stablelm")
 
 
 def a_model(kind: str, **changes: Any) -> PreTrainedModel:
@@ -168,6 +168,10 @@ def test_a_rank_reads_its_part_of_the_experts_alone(tmp_path):
 def test_a_vocabulary_need_not_divide(tmp_path, vocabulary, ranks, tied):
     """The last of 3 ranks has no rows of 4."""
     check_split(tmp_path, a_model("llama", vocab_size=vocabulary, tie_word_embeddings=tied), ranks)
+
+
+def test_norms_over_heads_are_split_with_the_heads(tmp_path):
+    check_split(tmp_path, a_model("cohere", use_qk_norm=True), 3)
 
 
 def test_biases_are_added_once(tmp_path):
