@@ -195,11 +195,8 @@ REASONS = (  # pattern in a reason, words in the table
 )
 HEADERS = frozenset({"architectures", "result", "---"})  # first cells of lines without outcomes
 EXPLANATION = """\
-* **own engine**: `lean` is leaner code for Llama, Mistral, Qwen2 and Qwen3; `transformers` is the model's own code.
-* **ranks**: any divisor of the heads and widths, if ranks share the work of layers.
-* **trees**: whether draft trees are verified; chains always are.
-* **heads**: whether heads can read its hidden states.
-* **vLLM**: whether vLLM 0.32.0 lists its class. vLLM may run others in transformers' code."""
+`lean` engines have leaner code for Llama-like models; `transformers` is the model's own code. Ranks may be any divisor
+of the heads and widths. "Heads" can read the model's hidden states. vLLM 0.32.0 lists the class, or not."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {}) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 } | VARIANTS
