@@ -111,7 +111,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, weights: dict[str, 
 
 def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     save_file(some_weights(), tmp_path / FILE)
-    with pytest.raises(ModelError, match="Llama kind, not Gemma2ForCausalLM"):
+    with pytest.raises(ModelError, match="Llama architecture, not Gemma2ForCausalLM"):
         head_in(tmp_path, Gemma2ForCausalLM(Gemma2Config(**SIZES, **HEADS, head_dim=4)))
 
 
