@@ -25,7 +25,7 @@ CHANGES_SCORES = {  # unsupported arguments of transformers' attention functions
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Replaces a mask of transformers, for layers that attend only to the keys before a token in a window or chunk."""
+    """Stands in for transformers' mask in layers with a window or chunk."""
 
     window: int | None
     chunk: int | None
@@ -71,15 +71,13 @@ def paged_attention(
     """
     for name, meaning in CHANGES_SCORES.items():
         if others.get(name) is not None:
-            raise ModelError(
-                f"{type(module).__name__} needs {meaning} ({name}), which is not supported; use another model"
-            )
+            raise ModelError(f"{type(module).__name__} needs {meaning} ({name}), which is not supported")
     if value.shape[-1] > key.shape[-1]:
-        raise ModelError(f"{type(module).__name__} has values wider than its keys; use another model")
+        raise ModelError(f"{type(module).__name__} has values wider than its keys, which is not supported")
     slot = module.batch_slot
     assert isinstance(slot, BatchSlot), "`share_batch` gives every attention layer a slot"
     if isinstance(attention_mask, Tensor):
-        raise ModelError(f"{type(module).__name__} has a mask of its own, which is not supported; use another model")
+        raise ModelError(f"{type(module).__name__} has a mask of its own, which is not supported")
     if getattr(module, TEMPERATURE, False):
         query = (query * _temperature(module, slot.batch.positions)).to(query.dtype)
     seen = attention_mask or Visibility(sliding_window, None)

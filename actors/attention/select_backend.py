@@ -94,7 +94,7 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
 
 
 def _sizes_by_layer(config: PretrainedConfig, split: int) -> tuple[LayerSize, ...]:
-    """Returns the sizes of all layers, as in Gemma 4; empty if all layers are equal."""
+    """Returns each layer's size if sizes differ, as in Gemma 4; otherwise an empty tuple."""
     if not config.to_dict().get("per_layer_config"):
         return ()
     return tuple(LayerSize(one.num_key_value_heads // split, one.head_dim) for one in config.per_layer_config)

@@ -1,7 +1,7 @@
-"""Computes logits of a ragged batch: any Hugging Face model in its own code, the Llama kind in leaner code.
+"""Computes logits of a ragged batch: any Hugging Face model in its own code, Llama-like models in leaner code.
 
-In a small step, a model spends half of its time outside matrix products, in modules, casts and copies. Models of the
-Llama kind (pre-norm, rotary positions, gated MLP) share one structure, implemented here with few, large operations over
+In a small step, a model spends half of its time outside matrix products, in modules, casts and copies. Llama-like
+models (pre-norm, rotary positions, gated MLP) share one structure, implemented here with few, large operations over
 packed weights.
 
 Transformers selects rotary frequencies by the longest sequence in a forward. Here, texts of all lengths share a

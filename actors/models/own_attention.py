@@ -28,45 +28,63 @@ from actors.attention.hugging_face import ATTENTION_NAME, Visibility, paged_atte
 Attended = tuple[Tensor, None]  # output and attention weights, as returned by layers
 
 
-OWN_ATTENTION = (
-    GPTJAttention,
-    CodeGenAttention,
-    falcon.FalconAttention,
-    BloomAttention,
-    MptAttention,
-    diffllama.DiffLlamaAttention,
-    doge.DogeAttention,
-)
-
-
 def replace_attention(model: PreTrainedModel) -> bool:
     """Makes the layers of these models attend through the paged cache; idempotent. Returns whether it is such a model.
 
     Sets the name of the attention in the config, which transformers' own method refuses for most of these models.
     """
-    if not any(isinstance(module, OWN_ATTENTION) for module in model.modules()):
-        return False
-    model.config._attn_implementation = ATTENTION_NAME
-    module: Any
+    replaced = False
     for module in model.modules():
-        if isinstance(module, GPTJAttention | CodeGenAttention):
-            module._attn = partial(_attend_scaled, module)
-        elif isinstance(module, falcon.FalconAttention):
-            module.forward = partial(_falcon, module, _falcon_slopes(module, model.device))
-        elif isinstance(module, BloomAttention):
-            slopes = bloom_alibi(torch.ones(1, 2, device=model.device), module.num_heads, torch.float32)[:, 0, 1]
-            module.forward = partial(_bloom, module, slopes)
-        elif isinstance(module, MptAttention):
-            slopes = -build_mpt_alibi_tensor(module.n_heads, 2, device=model.device)[:, 0, 0]
-            module.forward = partial(_mpt, module, Alibi(slopes, torch.float32))
-        elif isinstance(module, MptModel) and not isinstance(module.forward, partial):
-            module.forward = partial(_masked, module.forward)
-            module.build_mpt_alibi_tensor = _no_biases
-        elif isinstance(module, diffllama.DiffLlamaAttention):
-            module.forward = partial(_diffllama, module)
-        elif isinstance(module, doge.DogeAttention):
-            module.forward = partial(_doge, module)
-    return True
+        if (replace := REPLACEMENTS.get(type(module))) is not None:
+            replace(module)
+            replaced = True
+    if replaced:
+        model.config._attn_implementation = ATTENTION_NAME
+    return replaced
+
+
+def _replace_inner(module: Any) -> None:
+    module._attn = partial(_attend_scaled, module)
+
+
+def _replace_falcon(module: Any) -> None:
+    module.forward = partial(_falcon, module, _falcon_slopes(module, module.dense.weight.device))
+
+
+def _replace_bloom(module: Any) -> None:
+    mask = torch.ones(1, 2, device=module.dense.weight.device)
+    module.forward = partial(_bloom, module, bloom_alibi(mask, module.num_heads, torch.float32)[:, 0, 1])
+
+
+def _replace_mpt(module: Any) -> None:
+    slopes = -build_mpt_alibi_tensor(module.n_heads, 2, device=module.out_proj.weight.device)[:, 0, 0]
+    module.forward = partial(_mpt, module, Alibi(slopes, torch.float32))
+
+
+def _replace_mpt_model(module: Any) -> None:
+    if not isinstance(module.forward, partial):
+        module.forward = partial(_masked, module.forward)
+        module.build_mpt_alibi_tensor = _no_biases
+
+
+def _replace_diffllama(module: Any) -> None:
+    module.forward = partial(_diffllama, module)
+
+
+def _replace_doge(module: Any) -> None:
+    module.forward = partial(_doge, module)
+
+
+REPLACEMENTS: dict[type, Callable[[Any], None]] = {
+    GPTJAttention: _replace_inner,
+    CodeGenAttention: _replace_inner,
+    falcon.FalconAttention: _replace_falcon,
+    BloomAttention: _replace_bloom,
+    MptAttention: _replace_mpt,
+    MptModel: _replace_mpt_model,
+    diffllama.DiffLlamaAttention: _replace_diffllama,
+    doge.DogeAttention: _replace_doge,
+}
 
 
 def _attend_scaled(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Attended:

@@ -55,12 +55,11 @@ class _RowByRow:
 
     def __init__(self, module: nn.Module, slot: BatchSlot) -> None:
         self._layer = _TransformersLayer(module)
-        self._index = int(module.layer_idx)  # type: ignore[arg-type]
         self._slot = slot
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Computes (1, total, hidden) -> (1, total, hidden); lightning attention returns a pair."""
-        outputs = self._slot.batch.recur(self._index, hidden_states[0], self._layer.advance).unsqueeze(0)
+        outputs = self._slot.batch.recur(self._layer.index, hidden_states[0], self._layer.advance).unsqueeze(0)
         return (outputs, None) if self._layer.is_lightning else outputs
 
 
@@ -69,7 +68,7 @@ class _TransformersLayer:
 
     def __init__(self, module: nn.Module) -> None:
         self._forward = module.forward
-        self._index = int(module.layer_idx)  # type: ignore[arg-type]
+        self.index = int(module.layer_idx)  # type: ignore[arg-type]
         self._states = int(getattr(getattr(module, "config", None), "number_of_conv_states", 1))
         # Mamba's scan of several tokens starts from an empty state, so further tokens go one by one. Mamba 2's scan
         # computes whole chunks, of 256 tokens in most models, so a few tokens are faster one by one on a CPU.
@@ -98,7 +97,7 @@ class _TransformersLayer:
         stored = LinearAttentionLayer(self._states)
         if state is not None:
             _restore(stored, state)
-        cache = _StateCache(layers=[LinearAttentionLayer() for _ in range(self._index)] + [stored])
+        cache = _StateCache(layers=[LinearAttentionLayer() for _ in range(self.index)] + [stored])
         outputs = self._forward(inputs.unsqueeze(0), **self._unused | {self._cache_argument: cache})
         after = (*stored.conv_states.values(), *stored.recurrent_states.values())
         return outputs[0][0] if self.is_lightning else outputs[0], after
@@ -135,7 +134,7 @@ def recurrent_page_bytes(model: PreTrainedModel) -> int:
     """Returns the bytes of a page's recurrent states and inputs over all layers; 0 without recurrent layers.
 
     Computes every recurrent layer for one token, on all ranks, since a state's size depends on the layer's code. The
-    page that a session currently fills may hold a second state, for which the memory left free has room.
+    page that a session currently fills may hold a second state, which fits in the memory left free.
     """
     hidden = int(model.config.get_text_config().hidden_size)
     token = torch.zeros(1, hidden, dtype=model.dtype, device=model.device)

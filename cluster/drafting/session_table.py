@@ -330,7 +330,7 @@ class SessionTable:
     def exchanged(self, version: int, load_check: LoadCheck) -> None:
         """Starts separate acceptance counts for the new weights, and restores the session limit.
 
-        The trainer of the new weights may have delayed blocks and thus lowered the limit.
+        Training the new weights may have delayed blocks and lowered the limit.
         """
         self.load_check = load_check
         self._capacity = Capacity(self._limits.max_sessions)

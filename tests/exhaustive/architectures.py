@@ -195,8 +195,9 @@ REASONS = (  # pattern in a reason, words in the table
 )
 HEADERS = frozenset({"architectures", "result", "---"})  # first cells of lines without outcomes
 EXPLANATION = """\
-`lean` engines have leaner code for Llama-like models; `transformers` is the model's own code. Ranks may be any divisor
-of the heads and widths. "Heads" can read the model's hidden states. vLLM 0.32.0 lists the class, or not."""
+`lean` is leaner code for Llama-like models, `transformers` the model's own code. Ranks may be any divisor
+of the heads and widths. The last columns show whether draft heads can read the model's states, and whether vLLM 0.32.0
+lists its class."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {}) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 } | VARIANTS
@@ -218,7 +219,7 @@ class Outcome:
 
     kind: str
     reason: str = ""
-    support: Support | None = None  # only of exact cases
+    support: Support | None = None  # None unless exact
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_
 
 @dataclass(frozen=True)
 class ToyServer:
-    """Running toy server, with what may leak."""
+    """Running toy server, with counters of what may leak."""
 
     listening: uvicorn.Server
     loop: asyncio.AbstractEventLoop

@@ -26,7 +26,7 @@ def advance(inputs: Tensor, state: State | None) -> tuple[Tensor, State]:
 
 
 class RecurrentRunner(ToyRunner):
-    """Runner whose logits are those of the table, rotated by the hash of the text after one of four tokens.
+    """Runner over a logits table; after one of four tokens, rotates the logits by the hash of the text.
 
     Fails if a row's hashes differ from those of the text in its pages.
     """

@@ -1,4 +1,4 @@
-"""The list of vLLM's models behind docs/models.md."""
+"""The list of vLLM's models in docs/models.md equals its registry."""
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm import ModelRegistry

@@ -221,7 +221,7 @@ def test_biases_grow_with_the_position_of_a_tree_node_not_with_its_slot():
 
 
 def test_biases_round_to_their_type():
-    """Falcon's slopes are bfloat16; 0.7109375 x 1001, with 1001 rounded to 1000, is between 708 and 712."""
+    """Falcon multiplies in bfloat16: 1001 rounds to 1000, and 0.7109375 x 1000 to 712."""
     slopes = torch.tensor([0.7109375], dtype=torch.bfloat16)
     assert Alibi(slopes, torch.float32, 0.5).biases(torch.tensor([[3, 1001]])).tolist() == [[[1.0625, 356.0]]]
 

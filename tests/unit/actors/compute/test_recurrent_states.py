@@ -1,4 +1,4 @@
-"""Recurrent states by page: rows continue the text in their pages, also after rejections and in copied pages."""
+"""Rows continue from the recurrent states in their pages, also after rejections and in copied pages."""
 
 import pytest
 import torch

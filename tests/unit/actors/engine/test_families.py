@@ -194,7 +194,7 @@ class ModelTarget(Target):
         return self._executor.step(plan)
 
     def serve(self, sampling: Sampling, script: Script | None, right: Mapping[str, Tokens]) -> None:
-        """Serves both sessions; the second one begins once the first has a token. A script requires the right texts."""
+        """Serves both sessions; starts the second after the first one's first token. `script` requires `right`."""
         waiting = list(PROMPTS)
 
         def deliver(sends: list[Send]) -> None:
@@ -226,7 +226,7 @@ class ModelTarget(Target):
 
 
 def make_family(name: str) -> Family:
-    """Returns the first random model whose texts do not soon repeat, since such texts would prove little."""
+    """Returns the first random model whose texts do not repeat early; repetitive texts would prove little."""
     model_type, fields = FAMILIES[name]
     config = AutoConfig.for_model(model_type, **fields, tie_word_embeddings=False, **NO_SPECIAL_TOKENS)
     for seed in count():
