@@ -64,6 +64,10 @@ class _Holding:
     table: list[int]
     published: int  # number of leading published pages
     salt: bytes
+    pages: tuple[int, ...] | None = None  # copy of `table`, made on demand; None after a change
+
+    def changed(self) -> None:
+        self.pages = None
 
 
 class PageAllocator:
@@ -101,8 +105,14 @@ class PageAllocator:
         return -(-length // self.page_size)
 
     def table(self, session: str) -> tuple[int, ...]:
-        """Returns the session's page table: position n is at offset `n % page_size` of page `table[n // page_size]`."""
-        return tuple(self._sessions[session].table)
+        """Returns the session's page table: position n is at offset `n % page_size` of page `table[n // page_size]`.
+
+        Returns the same tuple until the table changes.
+        """
+        holding = self._sessions[session]
+        if holding.pages is None:
+            holding.pages = tuple(holding.table)
+        return holding.pages
 
     def missing(self, session: str, length: int) -> int:
         """Returns the number of further pages that a session needs for `length` positions; negative if it has spare
@@ -142,14 +152,19 @@ class PageAllocator:
         """
         holding = self._sessions[session]
         table = holding.table
-        first = start // self.page_size
-        last = self.pages_for(end)
+        size = self.page_size
+        first = start // size
+        last = -(-end // size)
         assert 0 <= start < end, f"there is nothing to write from {start} to {end}"
-        assert start <= len(table) * self.page_size, f"{session} does not reach position {start}"
-        shared = [index for index in range(first, min(last, len(table))) if self._is_shared(table[index])]
+        assert start <= len(table) * size, f"{session} does not reach position {start}"
+        refs = self._refs
+        shared = [
+            first + index for index, page in enumerate(table[first:last]) if refs[page] > 1 or page in self._published
+        ]
         if not shared and last <= len(table):  # common case: the row ends in an existing page
             holding.published = min(holding.published, first)
             return []
+        holding.changed()
         missing = max(0, last - len(table))
         if len(shared) + missing > self.available:
             return None
@@ -157,7 +172,7 @@ class PageAllocator:
         for index in shared:
             page = table[index]
             table[index] = self._allocate()
-            if index * self.page_size < start:  # the page's positions before `start` stay valid
+            if index * size < start:  # the page's positions before `start` stay valid
                 copies.append(PageCopy(page, table[index]))
             # This may make the page evictable, but last in order: the allocations below evict other pages first.
             self._release(page)
@@ -171,6 +186,7 @@ class PageAllocator:
         kept_pages = self.pages_for(length)
         while len(holding.table) > kept_pages:  # last page first, so that chains are evicted from the end
             self._release(holding.table.pop())
+            holding.changed()
         holding.published = min(holding.published, len(holding.table))
 
     def publish(self, session: str, tokens: Sequence[int], length: int) -> None:
@@ -250,13 +266,11 @@ class PageAllocator:
         else:  # may be the same page, published by a fork
             self._acquire(published.page)
             holding.table[index] = published.page
+            holding.changed()
             self._release(page)
         return True
 
     # ------------------------------------------------------------ single pages
-
-    def _is_shared(self, page: int) -> bool:
-        return self._refs[page] > 1 or page in self._published
 
     def _acquire(self, page: int) -> None:
         self._evictable.pop(page, None)

@@ -63,6 +63,8 @@ class Admission:
             missing = self.pages.missing(name, session.prefix.length + 1)
             if self.running and missing + self._owed() > self.pages.available:
                 self.pages.close(name)
+                if self._trim():
+                    continue
                 return
             del self.waiting[name]
             self.running[name] = session
@@ -107,12 +109,25 @@ class Admission:
         """
         name = session.open.session
         while (copies := self.pages.reserve(name, start, end)) is None:
+            if self._trim():
+                continue
             youngest = next(n for n in reversed(self.running) if n not in in_step)
             if youngest != name or name == next(reversed(self.running)):
                 self._preempt(youngest)
             if youngest == name:
                 return None
         return copies
+
+    def _trim(self) -> bool:
+        """Frees the pages of rejected draft tokens, which sessions otherwise keep for their next rows.
+
+        Returns True if pages became available.
+        """
+        available = self.pages.available
+        for name, session in self.running.items():
+            if not session.in_step:
+                self.pages.truncate(name, session.cache.length)
+        return self.pages.available > available
 
     def _owed(self) -> int:
         """Returns the number of pages that running sessions still need for their tokens plus one, at least one page

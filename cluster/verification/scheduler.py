@@ -5,9 +5,11 @@ missing from the cache and, if ready, a draft block. One forward pass feeds both
 session without a block takes part with a row of one token, so drafters can speed it up but never block it.
 
     plan    selects due sessions, longest unserved first, within the token budget, and reserves their pages
-    apply   commits the fed rows, decides each row, and updates statistics
+    commit  applies the engine's outcomes to texts, caches and waiting blocks: all that the next plan needs
+    settle  converts the committed rows to verdicts, updates statistics, and decides the next draft requests
 
-Messages arrive between these calls (`receive`). A block is verified only at exactly its own length and hash, so a wrong
+A caller may plan the next step between `commit` and `settle`, so that the rest of the work overlaps with the engine's;
+`apply` does both at once. Messages arrive outside these calls (`receive`). A block is verified only at exactly its own length and hash, so a wrong
 or late block only costs time. A step may wait for blocks whose value exceeds the cost of the wait (`StepDeadline`). The
 scheduler does no I/O and reads no clock; callers pass times in.
 """
@@ -16,7 +18,7 @@ import logging
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.autoscaling import CounterDeltas, TargetReport, share
 from cluster.costs import ForwardCost
@@ -40,6 +42,7 @@ from protos.messages import (
     Close,
     Collapse,
     Detach,
+    DraftAnswer,
     Finish,
     Hello,
     Leaving,
@@ -268,6 +271,36 @@ class TargetReporter:
         return tokens / step_tokens * self._controller.load.step.drafts_s(1, step_tokens)
 
 
+@dataclass(slots=True)
+class CommittedRow:
+    """A row of a committed step; only deciding rows have an outcome and a decision."""
+
+    session: TargetSequence
+    row: Row
+    outcome: Outcome | None = None
+    decision: Decision | None = None
+
+    @property
+    def missed_by(self) -> str | None:
+        """The drafter that missed the row, or None."""
+        is_missed = self.decision is not None and self.decision.answer is DraftAnswer.MISSED
+        return self.session.drafter if is_missed else None
+
+
+@dataclass(slots=True)
+class CommittedStep:
+    """A step between `commit` and `settle`."""
+
+    decided: Mapping[str, Outcome]
+    seconds: float  # duration of the step
+    took_s: float  # the same, with the wait before it
+    now: float  # time of the commit
+    rows: list[CommittedRow] = field(default_factory=list)
+    ended: list[Send] = field(default_factory=list)  # refusals of sessions with NaN or infinite logits
+    fed: Sequence[tuple[TargetSequence, Row]] = ()
+    shape: StepShape = StepShape(0, 0, 0)
+
+
 class VerificationScheduler:
     """Schedules all sessions of a target replica; allocates pages itself unless `memory` is given."""
 
@@ -295,6 +328,7 @@ class VerificationScheduler:
         self.is_leaving = False  # True: refuse new sessions
         self._early = OrphanBuffer(limits.buffer, self.counts)  # messages for unopened sessions
         self._in_step: list[tuple[TargetSequence, Row]] = []
+        self._committed: CommittedStep | None = None  # the latest step, until it is settled
         self._moves: list[SlotMove] = []  # moves of the latest step's accepted nodes, due before other cache changes
         self._step_shape = StepShape(0, 0, 0)  # shape of the latest step with rows
         self._free_since = 0.0  # start of the idle time
@@ -543,46 +577,80 @@ class VerificationScheduler:
         return due if due < math.inf else None
 
     def apply(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> list[Send]:
-        """Converts the engine's outcomes to verdicts, and updates statistics.
+        """Commits and settles a step that took `seconds`; returns the messages to send."""
+        self.commit(outcomes, seconds, now)
+        return self.settle()
 
-        Returns messages for drafters first, because the next round depends on the drafter, not on the router.
-        """
+    def commit(self, outcomes: Sequence[Outcome], seconds: float, now: float) -> None:
+        """Applies the engine's outcomes to texts, caches and waiting blocks. `settle` must follow."""
+        assert self._committed is None, "the previous step must be settled first"
         decided = {outcome.session: outcome for outcome in outcomes}
-        to_drafters: list[Send] = []
-        to_routers: list[Send] = []
+        step = CommittedStep(decided, seconds, now - self._free_since, now)
+        running = self.admission.running
         self._commit_fed()
         for session, row in self._in_step:
-            if self.admission.running.get(row.session) is not session:
+            name = row.session
+            if running.get(name) is not session:
                 continue  # closed or replaced during the step
             session.cache.fed(row)
             session.waiting_since = now
-            if row.decide and not decided[row.session].is_finite:
-                to_routers.append(self._end_nonfinite(session, now))
+            if not row.decide:
+                step.rows.append(CommittedRow(session, row))
                 continue
-            if not session.open.audit:
-                # Publish before deciding: the session may end here, but its cached pages stay useful.
-                cached_len = min(session.cache.length, session.prefix.length)
-                self._pages.publish(row.session, session.prefix.tokens, cached_len)
-            if row.decide:
-                news, verdict = self._decide(session, row, decided[row.session], now)
-                to_drafters += news
-                to_routers.append(verdict)
-            if self.admission.running.get(row.session) is session:
-                self._pages.truncate(row.session, session.cache.length)
-        self._learn(decided, seconds, now)
+            outcome = decided[name]
+            if not outcome.is_finite:
+                step.ended.append(self._end_nonfinite(session, now))
+                continue
+            decision = session.commit(row, outcome, now)
+            step.rows.append(CommittedRow(session, row, outcome, decision))
+            if decision.finish is Finish.NONE:
+                self._moves += session.cache.moves(row, outcome.path, self._limits.page_size)
+            else:
+                self._publish(session, row)  # the session ends here, but its cached pages stay useful
+                self._forget(name)
+        step.shape = self._step_shape
+        step.fed = self._in_step
         self._in_step = []
         self._free_since = now
-        self._admit(now)
+        self._committed = step
+
+    def settle(self) -> list[Send]:
+        """Returns the messages of the committed step, and updates statistics and draft requests.
+
+        Returns messages for drafters first, because the next round depends on the drafter, not on the router.
+        """
+        step = self._committed
+        if step is None:
+            return []
+        self._committed = None
+        to_drafters: list[Send] = []
+        to_routers: list[Send] = step.ended
+        running = self.admission.running
+        for committed in step.rows:
+            session = committed.session
+            if running.get(committed.row.session) is session:
+                self._publish(session, committed.row)
+            if committed.decision is not None and committed.outcome is not None:
+                news, verdict = self._settle(session, committed.row, committed.outcome, committed.decision, step.now)
+                to_drafters += news
+                to_routers.append(verdict)
+        self._learn(step)
+        self._admit(step.now)
         if self.is_idle:
             self._pages.check()
         return [*to_drafters, *to_routers]
+
+    @property
+    def settles_first(self) -> bool:
+        """True if a committed step must be settled before the next plan, because drafters read its hidden states."""
+        return self._limits.states is not None
 
     # ------------------------------------------------------------ inspection
 
     @property
     def is_idle(self) -> bool:
         """True if there are no sessions, no buffered messages, and no pending changes for the engine."""
-        return self.admission.is_empty and not self._early and not self._in_step
+        return self.admission.is_empty and not self._early and not self._in_step and self._committed is None
 
     def report(self, now: float) -> TargetReport:
         """Returns the autoscaling report for the time since the previous one."""
@@ -638,32 +706,37 @@ class VerificationScheduler:
             self._step_shape = _shape_of(fed, self.admission.running.values())
         self._in_step = fed
 
-    def _learn(self, decided: Mapping[str, Outcome], seconds: float, now: float) -> None:
-        """Updates hidden-state feeds, silent drafters and the speculation controller after a step."""
-        self.feeds.record_step(self._in_step, decided)
-        self._silent.missed({drafter for session, _ in self._in_step if (drafter := session.missed_by) is not None})
-        if self._in_step:  # a step without rows only opens and closes sessions
-            decoded = [decided[row.session] for _, row in self._in_step if not row.feeds_prompt]
-            committed = sum(outcome.token_count for outcome in decoded)
-            self.controller.record_step(self._step_shape, committed, seconds, now - self._free_since)
-        self.counts.step_s += seconds
+    def _publish(self, session: TargetSequence, row: Row) -> None:
+        """Publishes the whole pages of committed tokens that the row completed."""
+        if not session.open.audit:
+            self._pages.publish(row.session, session.prefix.tokens, row.base_len)
 
-    def _decide(self, session: TargetSequence, row: Row, outcome: Outcome, now: float) -> tuple[list[Send], Send]:
-        """Applies a row's outcome; returns the messages for the session's drafter and router."""
+    def _learn(self, step: CommittedStep) -> None:
+        """Updates hidden-state feeds, silent drafters and the speculation controller after a step."""
+        self.feeds.record_step(step.fed, step.decided)
+        self._silent.missed({drafter for row in step.rows if (drafter := row.missed_by) is not None})
+        if step.fed:  # a step without rows only opens and closes sessions
+            decoded = [step.decided[row.session] for _, row in step.fed if not row.feeds_prompt]
+            committed = sum(outcome.token_count for outcome in decoded)
+            self.controller.record_step(step.shape, committed, step.seconds, step.took_s)
+        self.counts.step_s += step.seconds
+
+    def _settle(
+        self, session: TargetSequence, row: Row, outcome: Outcome, decision: Decision, now: float
+    ) -> tuple[list[Send], Send]:
+        """Learns from a committed row; returns the messages for the session's drafter and router."""
         request = session.open
         drafted = row.drafted
-        room = max_draft_tokens(request, session.prefix.length)
-        if drafted or (session.has_confirmed_no_draft and session.requested_tokens):
+        room = max_draft_tokens(request, decision.base_len)
+        if drafted or (decision.had_no_draft and session.requested_tokens):
             self.controller.block_verified(session.requested_tokens, room, drafted, outcome.path)
         requested = min(session.requested_tokens, room)
         collapse = (
             self.draft_quality.block_verified(session, row.base_len, requested, outcome.accepted) if drafted else None
         )
         self.reporter.deciding(session, now)
-        decision = session.decide(row, outcome, now)
+        session.learn(row, outcome, decision, now)
         is_over = decision.finish is not Finish.NONE
-        if not is_over:
-            self._moves += session.cache.moves(row, outcome.path, self._limits.page_size)
         self._decide_drafting(session)
         verdict = _verdict(session, decision, outcome, drafted, collapse)
         sends: list[Send] = []
@@ -674,8 +747,6 @@ class VerificationScheduler:
         if drafter is not None and collapse is not None and not collapse.is_resynced:
             session.detach()  # the drafter will attach again
             sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))
-        if is_over:
-            self._forget(request.session)
         return sends, (session.router, session.for_router(verdict, row, outcome))
 
     def _end_nonfinite(self, session: TargetSequence, now: float) -> Send:
@@ -740,7 +811,7 @@ def _verdict(
         decision.accepted,
         drafted,
         decision.finish,
-        session.answer,
+        decision.answer,
         collapse,
         outcome.margin,
         prefix_cached=session.cache.initial,

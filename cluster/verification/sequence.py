@@ -31,6 +31,9 @@ class Decision:
     tokens: tuple[int, ...]
     accepted: int  # number of accepted draft tokens
     finish: Finish
+    answer: DraftAnswer  # outcome of the draft request for the row
+    had_no_draft: bool  # True if the drafter had no block although it had received all hidden states
+    has_next_block: bool  # True if the block after the committed tokens has already arrived
 
 
 @dataclass(eq=False, slots=True)
@@ -215,11 +218,6 @@ class TargetSequence:
         return length + 1 < self.open.max_len and length - self.cache.length <= 1
 
     @property
-    def missed_by(self) -> str | None:
-        """The drafter that missed the latest row, or None."""
-        return self.drafter if self.answer is DraftAnswer.MISSED else None
-
-    @property
     def has_no_draft(self) -> bool:
         """True if the drafter has reported that it has no block for the next row."""
         return self.exchange.no_draft_len == self.prefix.length
@@ -334,45 +332,53 @@ class TargetSequence:
     def _usable_block(self) -> Block | None:
         return self.ready_block() if self.requested_tokens else None
 
-    def decide(self, row: Row, outcome: Outcome, now: float) -> Decision:
-        """Applies the engine's outcome for `row`."""
+    def commit(self, row: Row, outcome: Outcome, now: float) -> Decision:
+        """Commits the engine's outcome for `row`: tokens, cache and waiting blocks. `learn` must follow."""
         request = self.open
         prefix = self.prefix
-        stats = self.stats
-        requested_tokens = self.requested_tokens
-        verified = outcome.accepted
         base_len = prefix.length
         base_hash = prefix.hash
-        raw = outcome.tokens_of(row)
-        tokens, accepted, finish = settle(raw, verified, base_len, request.max_len, request.stop_ids)
-        if drafted := row.drafted:
+        verified = len(outcome.path)
+        had_no_draft = self.exchange.no_draft_len == base_len and self.has_confirmed_no_draft
+        tokens, accepted, finish = cut_at_end(
+            outcome.tokens_of(row), verified, base_len, request.max_len, request.stop_ids
+        )
+        if row.draft.tokens:
             self.buffer.take(base_len, base_hash)
+        prefix.extend(tokens)
+        self.cache.length = base_len + min(verified, len(tokens))  # the last token has not been fed
+        has_next_block = self.buffer.advance_to(prefix, accepted, now)
+        return Decision(base_len, base_hash, tokens, accepted, finish, self.answer, had_no_draft, has_next_block)
+
+    def learn(self, row: Row, outcome: Outcome, decision: Decision, now: float) -> None:
+        """Updates the statistics of the session's drafts after a commit at time `now`."""
+        stats = self.stats
+        requested_tokens = self.requested_tokens
+        if drafted := row.drafted:
             stats.block_verified(requested_tokens, drafted, outcome.path)
-        elif requested_tokens and self.has_confirmed_no_draft:
+        elif requested_tokens and decision.had_no_draft:
             stats.no_draft_received(requested_tokens)
         elif row.known == 1 and self.drafter is not None and not self.exchange.has_answered:
             stats.non_speculative_round()
         self.exchange.has_answered = False
-        prefix.extend(tokens)
-        self.committed_at.append((prefix.length, now))
-        self.cache.length = base_len + min(verified, len(tokens))  # the last token has not been fed
-        hit = self.buffer.advance_to(prefix, accepted, now)
+        self.committed_at.append((decision.base_len + len(decision.tokens), now))
         if requested_tokens:
-            stats.verdict_sent(hit)
-        return Decision(base_len, base_hash, tokens, accepted, finish)
+            stats.verdict_sent(decision.has_next_block)
 
 
-def settle(
-    tokens: Sequence[int], accepted: int, base_len: int, max_len: int, stop_ids: Collection[int]
+def cut_at_end(
+    tokens: tuple[int, ...], accepted: int, base_len: int, max_len: int, stop_ids: Collection[int]
 ) -> tuple[tuple[int, ...], int, Finish]:
     """Truncates committed tokens at the session's end: after the first stop id, or at the length limit.
 
     Returns the remaining tokens, the number of draft tokens among them, and the reason for the end.
     """
     room = max_len - base_len
+    if len(tokens) < room and not any([token in stop_ids for token in tokens]):
+        return tokens, accepted, Finish.NONE
     for count, token in enumerate(tokens, 1):
         if token in stop_ids:
-            return tuple(tokens[:count]), min(accepted, count), Finish.STOP
+            return tokens[:count], min(accepted, count), Finish.STOP
         if count >= room:
-            return tuple(tokens[:count]), min(accepted, count), Finish.LENGTH
-    return tuple(tokens), accepted, Finish.NONE
+            return tokens[:count], min(accepted, count), Finish.LENGTH
+    raise AssertionError("neither a stop id nor the length limit ends these tokens")

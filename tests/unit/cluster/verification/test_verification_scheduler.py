@@ -11,7 +11,7 @@ from cluster.draft_quality import BlockKind
 from cluster.envelope import Send
 from cluster.speculation.controller import Adaptive
 from cluster.speculation.estimators import AcceptanceCounts, StepCost
-from cluster.verification.sequence import settle
+from cluster.verification.sequence import cut_at_end
 from cluster.verification.step import Outcome
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Detach, DraftAnswer, DraftRequest, Finish, NoDraft, Refusal, RefusalReason, Resync, Verdict
@@ -53,7 +53,7 @@ SETTLED = {
 
 @pytest.mark.parametrize(("tokens", "accepted", "max_len", "stops", "expected"), SETTLED.values(), ids=SETTLED)
 def test_settle(tokens, accepted, max_len, stops, expected):
-    assert settle(tokens, accepted, base_len=10, max_len=max_len, stop_ids=stops) == expected
+    assert cut_at_end(tokens, accepted, base_len=10, max_len=max_len, stop_ids=stops) == expected
 
 
 # ---------------------------------------------------------------- draft probabilities
