@@ -184,26 +184,35 @@ class TargetReplica:
     async def run(self) -> None:
         """Verifies until cancelled; if the engine fails, stores its error in `failure` and raises it."""
         while True:
-            is_fed = await self._feed_drafters()
+            is_fed = True
+            if self.scheduler.settles_first:
+                self._send(self.scheduler.settle())
+                is_fed = await self._feed_drafters()
             plan = self.scheduler.plan(self._clock())
             if plan is not None:
                 await self._step(plan)
-            elif is_fed:
-                if self.scheduler.has_left:
-                    self._left.set()
-                await self._wait_until(self.scheduler.next_due())
+            elif self.scheduler.is_settled:
+                if is_fed:
+                    if self.scheduler.has_left:
+                        self._left.set()
+                    await self._wait_until(self.scheduler.next_due())
+            else:
+                self._send(self.scheduler.settle())
+                await asyncio.sleep(0)  # yields, so that verdicts are sent and received messages are handled
 
     async def _step(self, plan: StepPlan) -> None:
+        """Runs a step; meanwhile, settles the previous one and sends its verdicts."""
+        began = self._clock()
+        computing = asyncio.ensure_future(self._engine.step(plan))
+        self._send(self.scheduler.settle())
         sessions = [row.session for row in plan.rows]
         self.timeline.record("verify", *sessions)
         self._tracer.marked("verify", sessions, rows=len(sessions))
-        began = self._clock()
-        outcomes = await self._compute(self._engine.step(plan), self._expected_s(plan))
+        outcomes = await self._compute(computing, self._expected_s(plan))
         now = self._clock()
         self.timeline.record("decided", *sessions)
         self.committed_tokens += sum([outcome.token_count for outcome in outcomes])
-        self._send(self.scheduler.apply(outcomes, now - began, now))
-        await asyncio.sleep(0)  # yields, so that verdicts are sent and received messages are handled
+        self.scheduler.commit(outcomes, now - began, now)
 
     async def _feed_drafters(self) -> bool:
         """Sends drafters their missing hidden states, up to a byte limit per step.

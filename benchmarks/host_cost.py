@@ -9,36 +9,39 @@ milliseconds (medians):
 * decode, receive: the drafter's frame becomes messages, and the scheduler stores their blocks;
 * plan, send plan: the scheduler plans the step, and the plan is encoded for the rank;
 * rank: the rank decodes the plan, builds the tensor for its followers, and encodes the outcomes;
-* outcomes, apply: the coordinator decodes the outcomes and applies them;
+* outcomes, commit: the coordinator decodes the outcomes and commits their tokens;
+* settle: while the rank computes, the coordinator makes the verdicts, and updates statistics and draft requests;
 * encode: the verdicts are encoded for the drafter and the router.
 
-`outcome to plan` is the time between two forward passes: outcomes, apply, plan and send plan.
+`outcome to plan` is the time between two forward passes: outcomes, commit, plan and send plan.
 """
 
 import argparse
 import gc
 import json
-import pickle
 import random
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from actors.compute.kv_cache import InputRow
+from actors.engine.step_codec import StepDecoder, StepEncoder
 from actors.engine.tensor_parallel import to_tensor
 from cluster.costs import ForwardCost
+from cluster.envelope import Send
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
-from cluster.verification.step import Outcome, StepPlan
+from cluster.verification.step import Outcome, Row, StepPlan
 from protos import speculation_pb2 as pb
 from protos.codec import decode, encode
 from protos.draft_tree import DraftTree
-from protos.messages import GREEDY, Acceptance, Attach, Block, DraftRequest, Message, Open, Verdict
+from protos.messages import Attach, Block, DraftRequest, Open
 from protos.prefix import Prefix
 
 DRAFTER = "drafter#1"
@@ -51,7 +54,7 @@ ACCEPTED = 0.7  # probability that a draft token is accepted
 STEP_COST = ForwardCost(by_tokens=((1, 6e-3), (64, 7e-3), (256, 9e-3), (1280, 16e-3)))
 WARM_UP_STEPS = 30
 PREFILL_TOKENS = 8192
-CRITICAL = ("outcomes", "apply", "plan", "send plan")
+CRITICAL = ("outcomes", "commit", "plan", "send plan")
 
 
 class Stopwatch:
@@ -68,80 +71,86 @@ class Stopwatch:
 
 
 class Step:
-    """A target's scheduler with its peers and a scripted rank."""
+    """A target's scheduler with a scripted rank and a drafter whose blocks arrive before the verdicts."""
 
     def __init__(self, sessions: int) -> None:
-        limits = VerificationLimits(VOCABULARY, MAX_LEN, sessions, PREFILL_TOKENS + 8 * sessions, pages=sessions * MAX_LEN // 16)
+        limits = VerificationLimits(
+            VOCABULARY, MAX_LEN, sessions, PREFILL_TOKENS + 8 * sessions, pages=sessions * MAX_LEN // 16
+        )
         self.scheduler = VerificationScheduler(limits, step_cost=STEP_COST)
         self.now = 0.0
         self._random = random.Random(1)
-        self._requests: dict[str, DraftRequest] = {}
+        self._encoder = StepEncoder()
+        self._decoder = StepDecoder()
+        self._texts: dict[str, Prefix] = {}
+        self._requested: dict[str, int] = {}  # draft length by session
         for index in range(sessions):
             name = f"session-{index:04d}-{index * 7919:08x}"
             tokens = (*PROMPT[:-1], 600 + index)
-            opened = Open(name, 1, tokens, len(tokens), MAX_LEN, (2,), GREEDY, 1, 0, 7 + index, Acceptance.COUPLED, DRAFT_TOKENS)
-            self.scheduler.receive(ROUTER, opened, self.now)
-            prefix = Prefix(7 + index, tokens)
-            self._note(self.scheduler.receive(DRAFTER, Attach(name, prefix.length, prefix.hash), self.now))
+            opened = Open.measured(name, tokens, MAX_LEN, DRAFT_TOKENS)
+            self.scheduler.receive(ROUTER, replace(opened, stop_ids=(2,)), self.now)
+            text = self._texts[name] = Prefix(opened.hash_key, tokens)
+            self._note(self.scheduler.receive(DRAFTER, Attach(name, text.length, text.hash), self.now))
 
     def run(self, watch: Stopwatch) -> None:
-        """Runs one step."""
-        blocks = [self._block(request) for request in self._requests.values() if request.max_tokens]
-        frame = encode(pb.DrafterToTarget, blocks).SerializeToString()
-        with watch.part("decode"):
-            decoded = decode(pb.DrafterToTarget.FromString(frame))
-        with watch.part("receive"):
-            for message in decoded.messages:
-                self.scheduler.receive(DRAFTER, message, self.now)
-        self.now = max(self.now, self.scheduler.next_due() or 0.0)  # a step may wait for late blocks
+        """Runs one step, from its plan to the commit of its outcomes."""
+        self.now = max(self.now, self.scheduler.next_due() or 0.0)
         with watch.part("plan"):
             plan = self.scheduler.plan(self.now)
         assert plan is not None, "no session is due"
         with watch.part("send plan"):
-            data = pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
-        with watch.part("rank"):
-            self._tensor(pickle.loads(data))
-        outcomes = self._outcomes(plan)
-        with watch.part("rank"):
-            data = pickle.dumps(outcomes, protocol=pickle.HIGHEST_PROTOCOL)
-        seconds = STEP_COST.seconds(len(plan.rows), sum(len(row.tokens) for row in plan.rows))
-        self.now += seconds
-        with watch.part("outcomes"):
-            outcomes = pickle.loads(data)
-        with watch.part("apply"):
-            sends = self.scheduler.apply(outcomes, seconds, self.now)
+            data = self._encoder.step(plan)
+        with watch.part("settle"):
+            sends = self.scheduler.settle()
         to_drafter = [message for peer, message in sends if peer == DRAFTER]
         to_router = [message for peer, message in sends if peer == ROUTER]
         with watch.part("encode"):
             encode(pb.TargetToDrafter, to_drafter).SerializeToString()
             encode(pb.TargetToRouter, to_router).SerializeToString()
         self._note(sends)
-        self.now += 1e-4
+        with watch.part("rank"):
+            received = self._decoder.request(data)
+            assert isinstance(received, StepPlan)
+            rows = [InputRow(row.tokens, row.start, row.deciding, row.pages) for row in received.rows]
+            to_tensor(rows, received.copies)
+        outcomes = [self._outcome(row) for row in plan.rows if row.decide]
+        frame = encode(pb.DrafterToTarget, self._blocks(plan, outcomes)).SerializeToString()
+        with watch.part("decode"):
+            decoded = decode(pb.DrafterToTarget.FromString(frame))
+        with watch.part("receive"):
+            for message in decoded.messages:
+                self.scheduler.receive(DRAFTER, message, self.now)
+        with watch.part("rank"):
+            data = self._decoder.outcomes(outcomes)
+        seconds = STEP_COST.seconds(len(plan.rows), sum(len(row.tokens) for row in plan.rows))
+        self.now += seconds
+        with watch.part("outcomes"):
+            outcomes = self._encoder.outcomes(data)
+        with watch.part("commit"):
+            self.scheduler.commit(outcomes, seconds, self.now)
 
-    def _note(self, sends: list[tuple[str, Message]]) -> None:
-        for peer, message in sends:
+    def _note(self, sends: list[Send]) -> None:
+        for _, message in sends:
             if isinstance(message, DraftRequest):
-                self._requests[message.session] = message
-            elif isinstance(message, Verdict) and peer == DRAFTER:
-                self._requests.pop(message.session, None)
+                self._requested[message.session] = message.max_tokens
 
-    def _block(self, request: DraftRequest) -> Block:
-        tokens = tuple(self._random.randrange(10, VOCABULARY) for _ in range(request.max_tokens))
-        return Block(request.session, request.base_len, request.prefix_hash, DraftTree.chain(tokens))
+    def _outcome(self, row: Row) -> Outcome:
+        accepted = 0
+        while accepted < row.drafted and self._random.random() < ACCEPTED:
+            accepted += 1
+        return Outcome(row.session, tuple(range(accepted)), self._random.randrange(10, VOCABULARY))
 
-    def _tensor(self, plan: StepPlan) -> None:
-        to_tensor([InputRow(row.tokens, row.start, row.deciding, row.pages) for row in plan.rows], plan.copies)
-
-    def _outcomes(self, plan: StepPlan) -> list[Outcome]:
-        outcomes = []
-        for row in plan.rows:
-            if not row.decide:
-                continue
-            accepted = 0
-            while accepted < row.drafted and self._random.random() < ACCEPTED:
-                accepted += 1
-            outcomes.append(Outcome(row.session, tuple(range(accepted)), self._random.randrange(10, VOCABULARY)))
-        return outcomes
+    def _blocks(self, plan: StepPlan, outcomes: list[Outcome]) -> list[Block]:
+        """Returns the blocks after the outcomes, as drafted ahead of their verdicts."""
+        rows = [row for row in plan.rows if row.decide]
+        blocks = []
+        for row, outcome in zip(rows, outcomes, strict=True):
+            text = self._texts[row.session]
+            text.extend(outcome.tokens_of(row))
+            if count := self._requested.get(row.session, 0):
+                tokens = tuple(self._random.randrange(10, VOCABULARY) for _ in range(count))
+                blocks.append(Block(row.session, text.length, text.hash, DraftTree.chain(tokens)))
+        return blocks
 
 
 def measured(sessions: int, steps: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ time during which this process was suspended.
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,10 +62,6 @@ class StepExecutor:
         self._grammars = grammars
         self._vocabulary = vocabulary
         self._sessions: dict[str, _SessionState] = {}
-
-    def answer(self, request: StepPlan | StateRead) -> list[Outcome] | bytes:
-        """Executes a step plan or a read of hidden states."""
-        return self.step(request) if isinstance(request, StepPlan) else self.read(request)
 
     def read(self, read: StateRead) -> bytes:
         """Reads hidden states from pages, without a forward."""
@@ -194,8 +190,8 @@ async def finishes_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
 class Engine(Protocol):
     """Executes one step plan at a time, off the event loop."""
 
-    async def step(self, plan: StepPlan) -> list[Outcome]:
-        """Executes a plan. Raises EngineError if the engine is no longer usable."""
+    def step(self, plan: StepPlan) -> Awaitable[list[Outcome]]:
+        """Starts a plan and returns its outcomes, which raise EngineError if the engine is no longer usable."""
         ...
 
     async def read(self, read: StateRead) -> bytes:
@@ -219,8 +215,8 @@ class ThreadEngine:
         self._executor = executor
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
-    async def step(self, plan: StepPlan) -> list[Outcome]:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._executor.step, plan)
+    def step(self, plan: StepPlan) -> Awaitable[list[Outcome]]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._executor.step, plan)
 
     async def read(self, read: StateRead) -> bytes:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._executor.read, read)

@@ -2,22 +2,19 @@
 
 The coordinator sends each step plan to rank 0 over a Unix socket, since a Ray call takes milliseconds on a machine with
 few cores. Rank 0 broadcasts the plan's rows as one integer tensor, every rank makes the same forward, and rank 0
-samples. Ray starts the ranks and reports their death. Only processes of the same user can reach the socket, and it is
-unlinked once the coordinator has connected. If a rank dies, the others would wait forever in a collective, so the
-engine fails and the whole replica is replaced.
+samples. Ray starts the ranks and reports their death. If a rank dies, the others would wait forever in a collective, so
+the engine fails and the whole replica is replaced.
 """
 
 import asyncio
 import logging
 import os
-import pickle
 import socket
-import struct
-from collections.abc import Awaitable, Callable, Sequence
+from array import array
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
 
@@ -39,6 +36,8 @@ from actors.engine.executor import StepExecutor, finishes_within
 from actors.engine.memory import page_count, page_size_warning, state_bytes
 from actors.engine.process import device_of, use_cpu
 from actors.engine.runner import ModelRunner, Runner, profile_steps
+from actors.engine.step_codec import StepDecoder, StepEncoder
+from actors.engine.step_socket import StepCaller, StepListener
 from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.models.checkpoint import load
 from actors.models.decoder import ForwardOutput
@@ -84,56 +83,6 @@ async def or_rank_failure(work: Awaitable[Done], running: Sequence[Awaitable[Any
         watching.cancel()
 
 
-FRAME_HEADER = struct.Struct("!I")  # length of the following message, in bytes
-
-
-class StepListener:
-    """The rank's end of the socket; serves one caller."""
-
-    def __init__(self) -> None:
-        self._folder = TemporaryDirectory(prefix="slipstream-")
-        self.path = str(Path(self._folder.name) / "steps")
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(self.path)
-        self._socket.listen(1)
-
-    def serve(self, answer: Callable[[Any], Any]) -> None:
-        """Answers messages until the caller disconnects. Closes the connection and raises if `answer` raises."""
-        caller, _ = self._socket.accept()
-        self._socket.close()
-        self._folder.cleanup()
-        with caller, caller.makefile("rb") as messages:
-            while header := messages.read(FRAME_HEADER.size):
-                (size,) = FRAME_HEADER.unpack(header)
-                caller.sendall(_framed(answer(pickle.loads(messages.read(size)))))
-
-
-class StepCaller:
-    """The coordinator's end of the socket; makes one call at a time."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def dial(cls, path: str) -> "StepCaller":
-        return cls(*await asyncio.open_unix_connection(path))
-
-    async def call(self, message: Any) -> Any:
-        """Sends a request and returns its answer. Raises ConnectionError or EOFError if the rank has failed."""
-        self._writer.write(_framed(message))
-        (size,) = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
-        return pickle.loads(await self._reader.readexactly(size))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _framed(message: Any) -> bytes:
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return FRAME_HEADER.pack(len(body)) + body
-
-
 PLAN_HEADER = 4  # fields: length, rows, copies, moves
 ROW_FIELDS = 5  # fields: tokens, start, logits, pages, parents
 
@@ -152,7 +101,7 @@ def to_tensor(rows: Sequence[InputRow], copies: Sequence[PageCopy], moves: Seque
     for move in moves:
         numbers += (move.source, move.to)
     numbers[0] = len(numbers)
-    return torch.tensor(numbers, dtype=torch.int32)
+    return torch.frombuffer(array("i", numbers), dtype=torch.int32)
 
 
 def from_tensor(tensor: Tensor) -> tuple[list[InputRow], list[PageCopy], list[SlotMove]]:
@@ -352,8 +301,18 @@ class Rank:
         assert self._executor is not None, "allocate first"
         assert self._listener is not None, "listen first"
         assert self._grammar_listener is not None, "listen first"
-        Thread(target=self._grammar_listener.serve, args=(self._executor.prepare,), daemon=True).start()
-        self._listener.serve(self._executor.answer)
+        executor = self._executor
+        steps = StepDecoder()
+
+        def answer(request: bytes) -> bytes:
+            plan = steps.request(request)
+            return executor.read(plan) if isinstance(plan, StateRead) else steps.outcomes(executor.step(plan))
+
+        def prepare(grammar: bytes) -> bytes:
+            return (executor.prepare(grammar.decode()) or "").encode()
+
+        Thread(target=self._grammar_listener.serve, args=(prepare,), daemon=True).start()
+        self._listener.serve(answer)
 
 
 class RankGroup:
@@ -377,6 +336,7 @@ class RankGroup:
         self._leader = leader
         self._grammar_caller = grammar_caller
         self._grammar_lock = asyncio.Lock()
+        self._encoder = StepEncoder()
         self._running = running  # one unfinished call per rank; each ends only when its rank fails
         self._is_hung = asyncio.Event()  # set if a live rank does not answer
 
@@ -405,15 +365,16 @@ class RankGroup:
         callers = await StepCaller.dial(steps_path), await StepCaller.dial(grammar_path)
         return cls(ranks, reports, step_cost, *callers, [leading, *following])
 
-    async def step(self, plan: StepPlan) -> list[Outcome]:
-        """Executes a plan. Raises EngineError if a rank has died or its step failed."""
-        outcomes: list[Outcome] = await self._call(plan)
-        return outcomes
+    def step(self, plan: StepPlan) -> Awaitable[list[Outcome]]:
+        """Sends a plan; returns its outcomes. The result raises EngineError if a rank has died or its step failed."""
+        return self._outcomes(self._leader.call(self._encoder.step(plan)))
+
+    async def _outcomes(self, answer: asyncio.Future[bytes]) -> list[Outcome]:
+        return self._encoder.outcomes(await self._answered(answer))
 
     async def read(self, read: StateRead) -> bytes:
         """Reads hidden states; raises as `step` does."""
-        states: bytes = await self._call(read)
-        return states
+        return await self._answered(self._leader.call(self._encoder.read(read)))
 
     async def prepare(self, grammar: str) -> str | None:
         """Compiles a grammar; raises as `step` does. Cancellation does not stop the compilation."""
@@ -422,20 +383,19 @@ class RankGroup:
     async def _prepare(self, grammar: str) -> str | None:
         try:
             async with self._grammar_lock:
-                call = asyncio.ensure_future(self._grammar_caller.call(grammar))
+                call = self._grammar_caller.call(grammar.encode())
                 if not await finishes_within(PREPARE_S, call):
                     call.cancel()
                     self._is_hung.set()
                     await self.watch()
-                why: str | None = call.result()
-        except (ConnectionError, EOFError):
+                return call.result().decode() or None
+        except ConnectionError:
             await self.watch()
-        return why
 
-    async def _call(self, message: StepPlan | StateRead) -> Any:
+    async def _answered(self, answer: asyncio.Future[bytes]) -> bytes:
         try:
-            return await self._leader.call(message)
-        except (ConnectionError, EOFError):
+            return await answer
+        except ConnectionError:
             await self.watch()
 
     async def watch(self) -> NoReturn:

@@ -6,7 +6,7 @@
 import asyncio
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -152,10 +152,9 @@ class VllmEngine:
         memory: EnginePages = self._core.memory
         return memory
 
-    async def step(self, plan: StepPlan) -> list[Outcome]:
-        """Executes a plan. Raises EngineError if it fails; vLLM is then unusable."""
-        outcomes: list[Outcome] = await self._on_thread(self._computed, "a step", self._core.step, plan)
-        return outcomes
+    def step(self, plan: StepPlan) -> Awaitable[list[Outcome]]:
+        """Starts a plan and returns its outcomes, which raise EngineError if it fails; vLLM is then unusable."""
+        return self._on_thread(self._computed, "a step", self._core.step, plan)
 
     def _computed(self, what: str, compute: Callable[[Requested], Answer], request: Requested) -> Answer:
         try:
@@ -183,5 +182,5 @@ class VllmEngine:
         await self._on_thread(self._core.close)
         self._thread.shutdown(wait=False)
 
-    async def _on_thread(self, work: Callable[..., Answer], *args: Any) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+    def _on_thread(self, work: Callable[..., Answer], *args: Any) -> Awaitable[Answer]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work, *args)

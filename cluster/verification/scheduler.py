@@ -9,9 +9,9 @@ session without a block takes part with a row of one token, so drafters can spee
     settle  converts the committed rows to verdicts, updates statistics, and decides the next draft requests
 
 A caller may plan the next step between `commit` and `settle`, so that the rest of the work overlaps with the engine's;
-`apply` does both at once. Messages arrive outside these calls (`receive`). A block is verified only at exactly its own length and hash, so a wrong
-or late block only costs time. A step may wait for blocks whose value exceeds the cost of the wait (`StepDeadline`). The
-scheduler does no I/O and reads no clock; callers pass times in.
+`apply` does both at once. Messages arrive outside these calls (`receive`). A block is verified only at exactly its own
+length and hash, so a wrong or late block only costs time. A step may wait for blocks whose value exceeds the cost of the
+wait (`StepDeadline`). The scheduler does no I/O and reads no clock; callers pass times in.
 """
 
 import logging
@@ -338,6 +338,7 @@ class VerificationScheduler:
 
     def receive(self, peer: str, message: Message, now: float) -> list[Send]:
         """Handles a message from a router's or drafter's stream; returns the messages to send."""
+        assert self._committed is None, "the latest step must be settled first"
         if isinstance(message, Open) and not self.admission.has_sessions:
             self._free_since = now
         match message:
@@ -367,6 +368,7 @@ class VerificationScheduler:
         Drops the sessions of a lost router. Sessions of a lost drafter use its received blocks, then continue without
         speculation.
         """
+        assert self._committed is None, "the latest step must be settled first"
         self._silent.on_message(peer)
         for session in self.admission:
             if session.router == peer:
@@ -641,6 +643,11 @@ class VerificationScheduler:
         return [*to_drafters, *to_routers]
 
     @property
+    def is_settled(self) -> bool:
+        """True if no committed step must still be settled."""
+        return self._committed is None
+
+    @property
     def settles_first(self) -> bool:
         """True if a committed step must be settled before the next plan, because drafters read its hidden states."""
         return self._limits.states is not None
@@ -728,15 +735,14 @@ class VerificationScheduler:
         request = session.open
         drafted = row.drafted
         room = max_draft_tokens(request, decision.base_len)
-        if drafted or (decision.had_no_draft and session.requested_tokens):
-            self.controller.block_verified(session.requested_tokens, room, drafted, outcome.path)
-        requested = min(session.requested_tokens, room)
+        requested = min(decision.requested, room)
+        if drafted or (decision.had_no_draft and requested):
+            self.controller.block_verified(decision.requested, room, drafted, outcome.path)
         collapse = (
             self.draft_quality.block_verified(session, row.base_len, requested, outcome.accepted) if drafted else None
         )
         self.reporter.deciding(session, now)
         session.learn(row, outcome, decision, now)
-        is_over = decision.finish is not Finish.NONE
         self._decide_drafting(session)
         verdict = _verdict(session, decision, outcome, drafted, collapse)
         sends: list[Send] = []

@@ -1,7 +1,7 @@
 """Target-side state of a session: committed tokens, waiting blocks, and the next row."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.draft_quality import CollapseWatch
@@ -31,7 +31,8 @@ class Decision:
     tokens: tuple[int, ...]
     accepted: int  # number of accepted draft tokens
     finish: Finish
-    answer: DraftAnswer  # outcome of the draft request for the row
+    requested: int  # draft length requested for the row
+    answer: DraftAnswer  # outcome of that request
     had_no_draft: bool  # True if the drafter had no block although it had received all hidden states
     has_next_block: bool  # True if the block after the committed tokens has already arrived
 
@@ -176,23 +177,23 @@ class TargetSequence:
         default_factory=lambda: deque(maxlen=8)
     )  # recent (length, time) pairs
     in_step: bool = False  # True if it is part of the current step
-    answer: DraftAnswer = DraftAnswer.NOT_ASKED  # outcome of the draft request for the latest row
+    row_requested: int = 0  # draft length requested for the latest row
+    answer: DraftAnswer = DraftAnswer.NOT_ASKED  # outcome of that request
     watch: CollapseWatch = CollapseWatch()  # updated by the `DraftQualityMonitor`
     feed: StateFeed | None = None  # hidden-state feed of the latest drafter; updated by `HiddenStateSender`
+    stops: frozenset[int] = field(init=False)  # tokens that end the session
+    may_share: bool = field(init=False)  # True if the session may reuse cached pages of other sessions
+
+    def __post_init__(self) -> None:
+        self.stops = frozenset(self.open.stop_ids)
+        # Audits must not, because they check the correctness of computed pages. Prompt scores require computation of
+        # the whole prompt.
+        self.may_share = not self.open.audit and self.open.scoring.prompt_top is None
 
     @property
     def live_feed(self) -> StateFeed | None:
         """The hidden-state feed, or None if its drafter has left."""
         return self.feed if self.feed is not None and self.feed.drafter == self.drafter else None
-
-    @property
-    def may_share(self) -> bool:
-        """True if the session may reuse cached pages of other sessions.
-
-        Audits must not, because they check the correctness of computed pages. Prompt scores require computation of the
-        whole prompt.
-        """
-        return not self.open.audit and self.open.scoring.prompt_top is None
 
     @property
     def requested_tokens(self) -> int:
@@ -327,6 +328,7 @@ class TargetSequence:
     def join_step(self, row: Row) -> None:
         """Records that the session joins the current step with this row."""
         self.in_step = True
+        self.row_requested = self.requested_tokens
         self.answer = self.answer_for(row)
 
     def _usable_block(self) -> Block | None:
@@ -340,20 +342,28 @@ class TargetSequence:
         base_hash = prefix.hash
         verified = len(outcome.path)
         had_no_draft = self.exchange.no_draft_len == base_len and self.has_confirmed_no_draft
-        tokens, accepted, finish = cut_at_end(
-            outcome.tokens_of(row), verified, base_len, request.max_len, request.stop_ids
-        )
+        tokens, accepted, finish = cut_at_end(outcome.tokens_of(row), verified, base_len, request.max_len, self.stops)
         if row.draft.tokens:
             self.buffer.take(base_len, base_hash)
         prefix.extend(tokens)
         self.cache.length = base_len + min(verified, len(tokens))  # the last token has not been fed
         has_next_block = self.buffer.advance_to(prefix, accepted, now)
-        return Decision(base_len, base_hash, tokens, accepted, finish, self.answer, had_no_draft, has_next_block)
+        return Decision(
+            base_len,
+            base_hash,
+            tokens,
+            accepted,
+            finish,
+            self.row_requested,
+            self.answer,
+            had_no_draft,
+            has_next_block,
+        )
 
     def learn(self, row: Row, outcome: Outcome, decision: Decision, now: float) -> None:
         """Updates the statistics of the session's drafts after a commit at time `now`."""
         stats = self.stats
-        requested_tokens = self.requested_tokens
+        requested_tokens = decision.requested
         if drafted := row.drafted:
             stats.block_verified(requested_tokens, drafted, outcome.path)
         elif requested_tokens and decision.had_no_draft:
@@ -367,14 +377,14 @@ class TargetSequence:
 
 
 def cut_at_end(
-    tokens: tuple[int, ...], accepted: int, base_len: int, max_len: int, stop_ids: Collection[int]
+    tokens: tuple[int, ...], accepted: int, base_len: int, max_len: int, stop_ids: frozenset[int]
 ) -> tuple[tuple[int, ...], int, Finish]:
     """Truncates committed tokens at the session's end: after the first stop id, or at the length limit.
 
     Returns the remaining tokens, the number of draft tokens among them, and the reason for the end.
     """
     room = max_len - base_len
-    if len(tokens) < room and not any([token in stop_ids for token in tokens]):
+    if len(tokens) < room and stop_ids.isdisjoint(tokens):
         return tokens, accepted, Finish.NONE
     for count, token in enumerate(tokens, 1):
         if token in stop_ids:

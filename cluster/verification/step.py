@@ -131,6 +131,12 @@ class Outcome:
     is_finite: bool = True
 
     @property
+    def is_plain(self) -> bool:
+        """True if the outcome has only tokens."""
+        extras = self.states or self.scores or self.prompt_scores
+        return self.is_finite and self.margin is None and not extras
+
+    @property
     def token_count(self) -> int:
         """Number of committed tokens."""
         return len(self.path) + 1 if self.is_finite else 0

@@ -195,9 +195,14 @@ class World:
         target = self.targets[address]
         if target.is_busy:
             return
+        if target.scheduler.settles_first:
+            self._route(address, target.scheduler.settle())
         while (asked := target.scheduler.feeds.next_read()) is not None:
             self._route(address, target.scheduler.feeds.sent(asked, target.executor.read(asked)))
         plan = target.scheduler.plan(self._now)
+        if not target.scheduler.is_settled:
+            self._route(address, target.scheduler.settle())
+            plan = plan or target.scheduler.plan(self._now)
         if plan is None:
             if (due := target.scheduler.next_due()) is not None and due not in self._alarms:
                 self._alarms.add(due)  # once; otherwise each earlier event would set another alarm
@@ -214,7 +219,7 @@ class World:
         def end() -> None:
             target.is_busy = False
             if self.targets[address] is target:
-                self._route(address, target.scheduler.apply(outcomes, took_s, self._now))
+                target.scheduler.commit(outcomes, took_s, self._now)
 
         self._after(took_s, end)
 

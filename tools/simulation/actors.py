@@ -316,6 +316,9 @@ class SimulatedTarget:
             self._end()
         now = self.process.clock.now
         plan = self.scheduler.plan(now)
+        if not self.scheduler.is_settled:
+            self._send(self.scheduler.settle())
+            plan = plan or self.scheduler.plan(now)
         if plan is None:
             self._wake_at(self.scheduler.next_due())
             return
@@ -336,9 +339,9 @@ class SimulatedTarget:
 
     def _decided(self, outcomes: Sequence[Outcome], began: float) -> None:
         now = self.process.clock.now
-        self._send(self.scheduler.apply(outcomes, now - began, now))
+        self.scheduler.commit(outcomes, now - began, now)
         self._in_step = False
-        self.process.after(0.0, self._go_on)  # first handle messages that arrived meanwhile
+        self._go_on()
 
     def _wake_at(self, due: float | None) -> None:
         now = self.process.clock.now

@@ -192,7 +192,7 @@ def test_a_step_returns_requested_states_along_the_path_and_pages_are_readable_w
     assert outcome.path == (1,)
     text = (*prompt, decided, plain.next_token)
     close_to(decode_rows(outcome.states, found.layout), found.expected(text)[4:])
-    read = executor.answer(StateRead("a", 2, tuple(slots_of(range(2, 6), A, PAGE_SIZE))))
+    read = executor.read(StateRead("a", 2, tuple(slots_of(range(2, 6), A, PAGE_SIZE))))
     assert isinstance(read, bytes)
     close_to(decode_rows(read, found.layout), found.expected(prompt)[2:])
 

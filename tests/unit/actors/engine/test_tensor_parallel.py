@@ -137,8 +137,8 @@ async def test_a_failure_while_ranks_run_is_raised_unchanged(ranks: list[asyncio
 class SilentChannel:
     """Channel that never answers."""
 
-    async def call(self, message: Any) -> Any:
-        await asyncio.get_running_loop().create_future()
+    def call(self, message: Any) -> Any:
+        return asyncio.get_running_loop().create_future()
 
 
 class Running:

@@ -53,7 +53,7 @@ SETTLED = {
 
 @pytest.mark.parametrize(("tokens", "accepted", "max_len", "stops", "expected"), SETTLED.values(), ids=SETTLED)
 def test_settle(tokens, accepted, max_len, stops, expected):
-    assert cut_at_end(tokens, accepted, base_len=10, max_len=max_len, stop_ids=stops) == expected
+    assert cut_at_end(tokens, accepted, base_len=10, max_len=max_len, stop_ids=frozenset(stops)) == expected
 
 
 # ---------------------------------------------------------------- draft probabilities
