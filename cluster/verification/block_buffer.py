@@ -37,19 +37,18 @@ class BlockBuffer:
     """Waiting blocks of one session, at most `limit`, by (base_len, prefix_hash)."""
 
     def __init__(self, limit: int, counts: TargetCounts) -> None:
+        self.ready: Block | None = None  # block for exactly the session's prefix
         self.ready_since = 0.0  # arrival time of the ready block
         self._limit = limit
         self._counts = counts
         self._blocks: dict[tuple[int, int], Block] = {}
         self._unsettled = 0  # stored tokens, including replaced versions, not yet counted as accepted or wasted
 
-    def ready(self, prefix: Prefix) -> Block | None:
-        """Returns the block for exactly this prefix, or None."""
-        return self._blocks.get((prefix.length, prefix.hash)) if self._blocks else None
-
-    def take(self, base_len: int, prefix_hash: int) -> None:
-        """Removes the verified block of this prefix."""
-        del self._blocks[base_len, prefix_hash]
+    def take(self) -> None:
+        """Removes the ready block, which was verified."""
+        assert self.ready is not None, "no block is ready"
+        del self._blocks[self.ready.base_len, self.ready.prefix_hash]
+        self.ready = None
 
     def place(self, block: Block, request: Open, prefix: Prefix, now: float) -> None:
         """Stores a block until its prefix is decided; drops and counts a block that can never be verified."""
@@ -66,6 +65,7 @@ class BlockBuffer:
         self._blocks[block.base_len, block.prefix_hash] = block
         self._unsettled += block.size
         if _is_for(block, prefix):
+            self.ready = block
             self.ready_since = now
 
     def advance_to(self, prefix: Prefix, accepted: int, now: float) -> bool:
@@ -78,7 +78,7 @@ class BlockBuffer:
         """
         if not self._unsettled:
             return False
-        ready = self._keep(prefix, now)
+        self.ready = ready = self._keep(prefix, now)
         left = ready.size if ready is not None else 0
         self._counts.accepted_tokens += accepted
         self._counts.wasted_tokens += self._unsettled - accepted - left
@@ -89,6 +89,7 @@ class BlockBuffer:
         """Discards all blocks of a session that has ended or is reopened."""
         self._counts.wasted_tokens += self._unsettled
         self._blocks.clear()
+        self.ready = None
         self._unsettled = 0
 
     def _keep(self, prefix: Prefix, now: float) -> Block | None:
@@ -97,6 +98,10 @@ class BlockBuffer:
             return None
         address = (prefix.length, prefix.hash)
         ready = self._blocks.pop(address, None)
+        if not self._blocks and ready is not None:  # common case
+            self._blocks[address] = ready
+            self.ready_since = now
+            return ready
         late = [block for block in self._blocks.values() if prefix.matches(block.base_len, block.prefix_hash)]
         if len(self._blocks) > len(late):
             self._counts.dropped["wrong_guess"] += len(self._blocks) - len(late)

@@ -10,15 +10,15 @@ session without a block takes part with a row of one token, so drafters can spee
 
 A caller may plan the next step between `commit` and `settle`, so that the rest of the work overlaps with the engine's;
 `apply` does both at once. Messages arrive outside these calls (`receive`). A block is verified only at exactly its own
-length and hash, so a wrong or late block only costs time. A step may wait for blocks whose value exceeds the cost of the
-wait (`StepDeadline`). The scheduler does no I/O and reads no clock; callers pass times in.
+length and hash, so a wrong or late block only costs time. A step may wait for blocks whose value exceeds the cost of
+the wait (`StepDeadline`). The scheduler does no I/O and reads no clock; callers pass times in.
 """
 
 import logging
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.autoscaling import CounterDeltas, TargetReport, share
 from cluster.costs import ForwardCost
@@ -86,11 +86,9 @@ class StepDeadline:
         dues: dict[str, float] = {}
         expected: list[TargetSequence] = []
         for name, session in sessions.items():
-            drafter = session.awaited_drafter
+            drafter = session.awaited_drafter if session.buffer.ready is None else None
             if drafter is None:
                 dues[name] = session.waiting_since
-            elif session.ready_block() is not None:
-                dues[name] = max(session.waiting_since, session.buffer.ready_since)
             else:
                 is_silent = self._silent.is_silent(drafter)
                 patience_s = self._probe_s(session, drafter, load) if is_silent else session.exchange.request.skip_for_s
@@ -295,10 +293,10 @@ class CommittedStep:
     seconds: float  # duration of the step
     took_s: float  # the same, with the wait before it
     now: float  # time of the commit
+    shape: StepShape
     rows: list[CommittedRow] = field(default_factory=list)
     ended: list[Send] = field(default_factory=list)  # refusals of sessions with NaN or infinite logits
     fed: Sequence[tuple[TargetSequence, Row]] = ()
-    shape: StepShape = StepShape(0, 0, 0)
 
 
 class VerificationScheduler:
@@ -330,7 +328,7 @@ class VerificationScheduler:
         self._in_step: list[tuple[TargetSequence, Row]] = []
         self._committed: CommittedStep | None = None  # the latest step, until it is settled
         self._moves: list[SlotMove] = []  # moves of the latest step's accepted nodes, due before other cache changes
-        self._step_shape = StepShape(0, 0, 0)  # shape of the latest step with rows
+        self._shape: StepShape | None = StepShape(0, 0, 0)  # computed on demand, after the plan is sent
         self._free_since = 0.0  # start of the idle time
         self._nonfinite_log_due = -math.inf
 
@@ -587,9 +585,9 @@ class VerificationScheduler:
         """Applies the engine's outcomes to texts, caches and waiting blocks. `settle` must follow."""
         assert self._committed is None, "the previous step must be settled first"
         decided = {outcome.session: outcome for outcome in outcomes}
-        step = CommittedStep(decided, seconds, now - self._free_since, now)
         running = self.admission.running
         self._commit_fed()
+        step = CommittedStep(decided, seconds, now - self._free_since, now, self._measure_step())
         for session, row in self._in_step:
             name = row.session
             if running.get(name) is not session:
@@ -606,11 +604,11 @@ class VerificationScheduler:
             decision = session.commit(row, outcome, now)
             step.rows.append(CommittedRow(session, row, outcome, decision))
             if decision.finish is Finish.NONE:
-                self._moves += session.cache.moves(row, outcome.path, self._limits.page_size)
+                if outcome.path:
+                    self._moves += session.cache.moves(row, outcome.path, self._limits.page_size)
             else:
                 self._publish(session, row)  # the session ends here, but its cached pages stay useful
                 self._forget(name)
-        step.shape = self._step_shape
         step.fed = self._in_step
         self._in_step = []
         self._free_since = now
@@ -637,6 +635,7 @@ class VerificationScheduler:
                 to_drafters += news
                 to_routers.append(verdict)
         self._learn(step)
+        self._measure_step()  # while the engine works, not at the next commit
         self._admit(step.now)
         if self.is_idle:
             self._pages.check()
@@ -676,7 +675,7 @@ class VerificationScheduler:
     @property
     def is_drafted_for(self) -> bool:
         """True if blocks were requested for the latest step."""
-        return self._step_shape.is_drafted_for
+        return self._measure_step().is_drafted_for
 
     # ------------------------------------------------------------ helpers
 
@@ -689,29 +688,37 @@ class VerificationScheduler:
             session = self.admission.running.get(name)  # None: preempted earlier in this loop
             if session is None or budget <= 0 or dues[name] > now:
                 continue
-            row = session.row(budget)
-            tokens = len(row.tokens)
-            reserved = self.admission.reserve(session, row.start, row.start + tokens, in_step)
+            tokens, draft, decides = session.next_tokens(budget)
+            start = session.cache.length
+            reserved = self.admission.reserve(session, start, start + len(tokens), in_step)
             if reserved is None:
                 continue
-            copies += reserved
-            budget -= tokens
+            if reserved:
+                copies += reserved
+            budget -= len(tokens)
             in_step.add(name)
-            self.counts.known_tokens += row.known
+            row = Row(name, tokens, start, decides, self._pages.table(name), draft)
+            if session.feed is not None and (slots := self.feeds.slots_with_verdict(session, row)):
+                row = replace(row, state_slots=slots)
+            self.counts.known_tokens += len(tokens) - len(draft.tokens)
             session.join_step(row)
-            self._in_step.append(
-                (session, row.in_pages(self._pages.table(name), self.feeds.slots_with_verdict(session, row)))
-            )
+            self._in_step.append((session, row))
             self.admission.order.move_to_end(name)
-        self._step_shape = _shape_of(self._in_step, self.admission.running.values())
+        self._shape = None
         return copies
+
+    def _measure_step(self) -> StepShape:
+        """Returns the shape of the latest step with rows."""
+        if self._shape is None:
+            self._shape = _shape_of(self._in_step, self.admission.running.values())
+        return self._shape
 
     def _commit_fed(self) -> None:
         """Replaces planned rows with the rows that the engine fed."""
-        fed = _as_fed(self._in_step, self._pages)
-        if fed != self._in_step:
-            self._step_shape = _shape_of(fed, self.admission.running.values())
-        self._in_step = fed
+        planned = self._in_step
+        self._in_step = _as_fed(planned, self._pages)
+        if self._in_step != planned:
+            self._shape = None
 
     def _publish(self, session: TargetSequence, row: Row) -> None:
         """Publishes the whole pages of committed tokens that the row completed."""
@@ -840,6 +847,6 @@ def _shape_of(in_step: Sequence[tuple[TargetSequence, Row]], running: Collection
         decoding=sum([session.is_decoding for session in running]),
         prompts=len(prompts),
         prompt_tokens=sum([len(row.tokens) for row in prompts]),
-        is_drafted_for=any(session.requested_tokens and (session.drafter or row.drafted) for session, row in in_step),
+        is_drafted_for=any(session.row_requested and (session.drafter or row.drafted) for session, row in in_step),
         is_open_to_drafts=any(session.open.draft_tokens for session, _ in in_step),
     )

@@ -11,7 +11,7 @@ from cluster.speculation.estimators import SessionStats
 from cluster.trust import is_valid
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
-from protos.draft_tree import NO_TREE
+from protos.draft_tree import NO_TREE, DraftTree
 from protos.frozen import value
 from protos.messages import AssignmentToken, Block, DraftAnswer, DraftRequest, Finish, NoDraft, Open, Shape, Verdict
 from protos.prefix import Prefix
@@ -79,6 +79,7 @@ class CacheState:
         if row.start > self.length == 0:
             self.initial = row.start
         self.length = row.start + len(row.tokens)
+        self.displaced_from = None  # the step began with the pending moves
 
     def moves(self, row: Row, path: Sequence[int], page_size: int) -> list[SlotMove]:
         """Returns the slot moves that bring a row's accepted nodes into order.
@@ -229,9 +230,6 @@ class TargetSequence:
         feed = self.live_feed
         return self.has_no_draft and (feed is None or feed.acked >= self.prefix.length - 1)
 
-    def ready_block(self) -> Block | None:
-        return self.buffer.ready(self.prefix)
-
     def delay_of(self, answer: Block | NoDraft, now: float) -> float | None:
         """Returns the time from the verdict to the answer, in seconds; None for lookahead blocks."""
         if not self.prefix.matches(answer.base_len, answer.prefix_hash):
@@ -299,27 +297,31 @@ class TargetSequence:
         tokens = tuple(self.prefix.tokens[sent_len:])
         return replace(verdict, base_len=sent_len, prefix_hash=prefix_hash, tokens=tokens, accepted=0, drafted=0)
 
-    def row(self, budget: int) -> Row:
-        """Returns the next row, with at most `budget` tokens and without pages; never splits a block."""
-        name = self.open.session
+    def next_tokens(self, budget: int) -> tuple[tuple[int, ...], DraftTree, bool]:
+        """Returns the tokens of the next row, at most `budget`, the draft at their end, and True if the row decides.
+
+        Never splits a block.
+        """
         budget = budget if self.may_share else min(budget, AUDIT_STEP_TOKENS)
         tail = tuple(self.prefix.tokens[self.cache.length :])
         left = budget - len(tail)
         if left < 0:
-            return Row(name, tail[:budget], self.cache.length, decide=False, pages=())
+            return tail[:budget], NO_TREE, False
         # The current request may be shorter than the request for the block. The cut depends only on the request,
         # because under rejection sampling it must not depend on the tokens.
         block = self._usable_block()
-        draft = block.tree.first(self.requested_tokens) if block is not None else NO_TREE
+        if block is None:
+            return tail, NO_TREE, True
+        draft = block.tree.first(self.requested_tokens)
         if len(draft.tokens) > left:
             draft = NO_TREE
-        return Row(name, tail + draft.tokens, self.cache.length, decide=True, pages=(), draft=draft)
+        return tail + draft.tokens, draft, True
 
     def answer_for(self, row: Row) -> DraftAnswer:
         """Returns the outcome of the draft request for a new row; a block too long for the row counts as GIVEN."""
         if not row.decide:
             return DraftAnswer.NOT_ASKED
-        if self.has_no_draft or self._usable_block() is not None:
+        if row.draft.tokens or self.has_no_draft or self._usable_block() is not None:
             return DraftAnswer.GIVEN
         if self._wants_block and (self.exchange.request.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
             return DraftAnswer.MISSED  # also if the assigned drafter has not attached
@@ -332,7 +334,7 @@ class TargetSequence:
         self.answer = self.answer_for(row)
 
     def _usable_block(self) -> Block | None:
-        return self.ready_block() if self.requested_tokens else None
+        return self.buffer.ready if self.exchange.request.tokens else None
 
     def commit(self, row: Row, outcome: Outcome, now: float) -> Decision:
         """Commits the engine's outcome for `row`: tokens, cache and waiting blocks. `learn` must follow."""
@@ -344,7 +346,7 @@ class TargetSequence:
         had_no_draft = self.exchange.no_draft_len == base_len and self.has_confirmed_no_draft
         tokens, accepted, finish = cut_at_end(outcome.tokens_of(row), verified, base_len, request.max_len, self.stops)
         if row.draft.tokens:
-            self.buffer.take(base_len, base_hash)
+            self.buffer.take()
         prefix.extend(tokens)
         self.cache.length = base_len + min(verified, len(tokens))  # the last token has not been fed
         has_next_block = self.buffer.advance_to(prefix, accepted, now)

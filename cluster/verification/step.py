@@ -43,10 +43,6 @@ class Row:
     draft: DraftTree = NO_TREE
     state_slots: tuple[int, ...] = ()  # slots of the last positions with requested hidden states
 
-    def in_pages(self, pages: tuple[int, ...], state_slots: tuple[int, ...] = ()) -> "Row":
-        """Returns a copy of the row with these pages and state slots."""
-        return Row(self.session, self.tokens, self.start, self.decide, pages, self.draft, state_slots)
-
     @property
     def drafted(self) -> int:
         """Number of draft tokens."""
