@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from actors.engine.executor import Engine, finishes_within
+from actors.engine.executor import Engine, within
 from actors.net.streams import Outbox, StatesOutbox
 from actors.tracing import NO_TRACING, SessionSpans
 from cluster.autoscaling import TargetReport
@@ -237,17 +237,16 @@ class TargetReplica:
 
     async def _compute(self, work: Awaitable[Computed], expected_s: float | None) -> Computed:
         limit_s = self._progress.begin_task(expected_s, self._clock())
-        task = asyncio.ensure_future(work)
         try:
-            if await finishes_within(limit_s, task):
-                return task.result()
+            return await within(limit_s, work)
+        except TimeoutError:
             expected = "" if expected_s is None else f", and was expected to take {expected_s:.3g} s"
-            raise EngineError(f"a step took longer than {limit_s:.3g} s{expected}")
+            self.failure = EngineError(f"a step took longer than {limit_s:.3g} s{expected}")
+            raise self.failure from None
         except EngineError as error:
             self.failure = error
             raise
         finally:
-            task.cancel()
             self._progress.end_task()
 
     async def _wait_until(self, due: float | None) -> None:

@@ -195,6 +195,8 @@ class PageAllocator:
         `tokens` contains all tokens of the session. Each page is processed only once.
         """
         holding = self._sessions[session]
+        if length < (holding.published + 1) * self.page_size:
+            return
         assert length <= len(tokens), f"{session} has {len(tokens)} tokens, not {length}"
         assert length <= len(holding.table) * self.page_size, f"{session} does not reach position {length}"
         for index in range(holding.published, length // self.page_size):

@@ -1,7 +1,7 @@
 """Executes the target's steps on one rank: rows in, decisions out. Sampling and acceptance run on the logits' device.
 
 The executor stores the tokens fed for each session. It knows neither a row's purpose nor the owners of cache pages.
-`Engine` is its asynchronous interface, with one awaitable call per step. `finishes_within` is a timeout that excludes
+`Engine` is its asynchronous interface, with one awaitable call per step. `within` is a timeout that excludes
 time during which this process was suspended.
 """
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -175,16 +175,39 @@ class StepExecutor:
 CHECK_PERIOD_S = 1.0  # seconds between checks; one suspension counts at most this long
 
 
-async def finishes_within(limit_s: float, work: asyncio.Future[Any]) -> bool:
-    """Returns whether the future completes within the limit.
+Done = TypeVar("Done")
+
+
+async def within(limit_s: float, work: Awaitable[Done]) -> Done:
+    """Returns the result of `work`. Cancels it and raises TimeoutError if it takes longer than `limit_s` seconds.
 
     A suspension of the process or the machine counts only CHECK_PERIOD_S, because the result may be ready but unread.
     """
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
     left_s = limit_s
-    while not work.done() and left_s >= 0:
-        await asyncio.wait((work,), timeout=min(left_s, CHECK_PERIOD_S))
+    is_expired = False
+    timer: asyncio.TimerHandle
+
+    def check() -> None:
+        nonlocal left_s, is_expired, timer
         left_s -= CHECK_PERIOD_S
-    return work.done()
+        if left_s < 0:
+            is_expired = True
+            task.cancel()
+        else:
+            timer = loop.call_later(min(left_s, CHECK_PERIOD_S), check)
+
+    timer = loop.call_later(min(left_s, CHECK_PERIOD_S), check)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not is_expired:
+            raise
+        raise TimeoutError(f"no result within {limit_s:.3g} s") from None
+    finally:
+        timer.cancel()
+        task.cancel()
 
 
 class Engine(Protocol):

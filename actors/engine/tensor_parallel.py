@@ -32,7 +32,7 @@ from actors.attention.select_backend import AttentionReport, attention_shape, ch
 from actors.compute.collectives import Group, SingleRank, join
 from actors.compute.hidden_states import CaptureSpec, StateCapture, StateProjection
 from actors.compute.kv_cache import InputRow
-from actors.engine.executor import StepExecutor, finishes_within
+from actors.engine.executor import StepExecutor, within
 from actors.engine.memory import page_count, page_size_warning, state_bytes
 from actors.engine.process import device_of, use_cpu
 from actors.engine.runner import ModelRunner, Runner, profile_steps
@@ -383,12 +383,10 @@ class RankGroup:
     async def _prepare(self, grammar: str) -> str | None:
         try:
             async with self._grammar_lock:
-                call = self._grammar_caller.call(grammar.encode())
-                if not await finishes_within(PREPARE_S, call):
-                    call.cancel()
-                    self._is_hung.set()
-                    await self.watch()
-                return call.result().decode() or None
+                return (await within(PREPARE_S, self._grammar_caller.call(grammar.encode()))).decode() or None
+        except TimeoutError:
+            self._is_hung.set()
+            await self.watch()
         except ConnectionError:
             await self.watch()
 

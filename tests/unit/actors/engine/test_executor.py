@@ -10,7 +10,7 @@ import torch
 
 from actors.attention.batch import never
 from actors.compute.kv_cache import InputRow
-from actors.engine.executor import StepExecutor, finishes_within
+from actors.engine.executor import StepExecutor, within
 from actors.models.decoder import ForwardOutput
 from cluster.page_allocator import PageCopy, SlotMove
 from cluster.verification.step import Outcome, Row, StepPlan
@@ -342,29 +342,45 @@ async def stands_still(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 async def test_work_within_the_limit_finishes() -> None:
-    assert await finishes_within(1e6, asyncio.ensure_future(asyncio.sleep(0)))
+    assert await within(1e6, asyncio.sleep(0, result=7)) == 7
 
 
 async def test_endless_work_times_out() -> None:
     work = asyncio.get_running_loop().create_future()
-    assert not await finishes_within(0.0, work)
-    assert not work.cancelled(), "whose it is may cancel it"
+    with pytest.raises(TimeoutError, match="no result within 0 s"):
+        await within(0.0, work)
+    assert work.cancelled()
+
+
+async def test_a_failure_and_a_cancellation_pass_through() -> None:
+    failed = asyncio.get_running_loop().create_future()
+    failed.set_exception(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        await within(10.0, failed)
+    endless = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(within(10.0, endless))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert endless.cancelled()
 
 
 async def test_work_finished_soon_after_a_suspension_is_in_time(stands_still: list[float]) -> None:
-    async def answer() -> None:
+    async def answer() -> str:
         stands_still.append(1e6)
         for _ in range(10):  # until the waiter reads the clock
             await asyncio.sleep(0)
+        return "late, but there"
 
-    assert await finishes_within(10.0, asyncio.ensure_future(answer()))
+    assert await within(10.0, answer()) == "late, but there"
 
 
 async def test_a_hanging_task_times_out(stands_still: list[float]) -> None:
     work = asyncio.get_running_loop().create_future()
-    waiting = asyncio.ensure_future(finishes_within(100.0, work))
+    waiting = asyncio.ensure_future(within(100.0, work))
     while not waiting.done():
         stands_still.append(0.2)
         await asyncio.sleep(0)
-    assert not waiting.result()
+    assert isinstance(waiting.exception(), TimeoutError)
     assert 100.0 <= sum(stands_still) <= 200.0
