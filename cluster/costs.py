@@ -107,9 +107,12 @@ class CostModel(_Cost):
     target: ForwardCost
     draft: DraftCost
     non_speculative: ForwardCost | None = Field(
-        None, description="target step of one token per row without drafting; default: target"
+        None,
+        description="target step of one token per row without drafting, with the time to the next one; default: target",
     )
     hop_s: float = Field(0.0005, ge=0, description="one-way latency between two processes, in seconds")
+    host_step_s: float = Field(3e-5, ge=0, description="time from a target step's outcome to the next plan, in seconds")
+    host_row_s: float = Field(8e-6, ge=0, description="further such time per session, in seconds")
     acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
         None, min_length=1, description="acceptance rate by block position, given acceptance of the earlier positions"
     )
@@ -126,7 +129,16 @@ class CostModel(_Cost):
 
         Such steps can be faster, because drafters on the same machine compete for cores, caches and memory bandwidth.
         """
-        return (self.non_speculative or self.target).seconds(rows, rows)
+        if self.non_speculative is not None:
+            return self.non_speculative.seconds(rows, rows)
+        return self.step_s(rows, rows)
+
+    def step_s(self, rows: float, tokens: float) -> float:
+        """Returns the duration of a target step and of the host's work before the next one, in seconds.
+
+        `benchmarks/host_cost.py` measures the host's work.
+        """
+        return self.target.seconds(rows, tokens) + self.host_step_s + self.host_row_s * rows
 
     def save(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")

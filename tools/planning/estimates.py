@@ -157,7 +157,7 @@ def round_costs(costs: CostModel, rows: float, draft_tokens: int) -> RoundCosts:
     """Returns the costs of a round with `rows` sessions and one drafter."""
     return RoundCosts(
         non_speculative_s=costs.non_speculative_s(rows),
-        verify_s=costs.target.seconds(rows, rows * (draft_tokens + 1)),
+        verify_s=costs.step_s(rows, rows * (draft_tokens + 1)),
         draft_s=costs.draft.seconds(rows, draft_tokens),
         hop_s=costs.hop_s,
     )

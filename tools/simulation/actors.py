@@ -335,7 +335,7 @@ class SimulatedTarget:
         if rows == 0:
             return 0.0
         is_non_speculative = tokens == rows and not self.scheduler.is_drafted_for
-        return self._costs.non_speculative_s(rows) if is_non_speculative else self._costs.target.seconds(rows, tokens)
+        return self._costs.non_speculative_s(rows) if is_non_speculative else self._costs.step_s(rows, tokens)
 
     def _decided(self, outcomes: Sequence[Outcome], began: float) -> None:
         now = self.process.clock.now

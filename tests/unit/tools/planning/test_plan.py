@@ -48,7 +48,10 @@ from tools.planning.trial import (
 from tools.simulation.config import Mode
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 
-COSTS = CostModel(target=ForwardCost.linear(0.020), draft=DraftCost(forward=ForwardCost.linear(0.001)), hop_s=0.0003)
+NO_HOST = {"host_step_s": 0.0, "host_row_s": 0.0}
+COSTS = CostModel(
+    target=ForwardCost.linear(0.020), draft=DraftCost(forward=ForwardCost.linear(0.001)), hop_s=0.0003, **NO_HOST
+)
 SMALL = PlanInput(
     COSTS,
     DraftQuality((0.9,)),

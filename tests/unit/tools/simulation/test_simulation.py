@@ -34,7 +34,13 @@ from tools.simulation.world import Arrival, Commit, SimulationReport, World, sha
 STEP_S = 0.020
 TOKEN_S = 0.002
 HOP_S = 0.0005
-COSTS = CostModel(target=ForwardCost.linear(STEP_S), draft=DraftCost(forward=ForwardCost.linear(TOKEN_S)), hop_s=HOP_S)
+COSTS = CostModel(
+    target=ForwardCost.linear(STEP_S),
+    draft=DraftCost(forward=ForwardCost.linear(TOKEN_S)),
+    hop_s=HOP_S,
+    host_step_s=0.0,
+    host_row_s=0.0,
+)
 ONE_AT_A_TIME = Workload(ClosedLoop(1), sessions=8, prompt_tokens=8, new_tokens=256)
 SCENARIOS = 60  # `make random_scenarios` has thousands
 
@@ -220,7 +226,9 @@ def test_a_lone_drafter_is_used_again_after_a_stall():
 @pytest.mark.parametrize("drafters", [1, 2])
 def test_an_overloaded_drafter_refuses_at_little_cost(drafters):
     draft = DraftCost(forward=ForwardCost.linear(0.002, per_row_s=0.002))  # a pass for all sessions takes many steps
-    costs = CostModel(target=ForwardCost.linear(STEP_S, per_token_s=0.0002), draft=draft, hop_s=HOP_S)
+    costs = CostModel(
+        target=ForwardCost.linear(STEP_S, per_token_s=0.0002), draft=draft, hop_s=HOP_S, host_step_s=0.0, host_row_s=0.0
+    )
     speculation = Speculation(4, DraftQuality((0.8,)))
     config = SimulationConfig(costs, speculation, MANY_ON_ONE, Fleet(drafters=drafters))
     report = World(config).run()
@@ -337,13 +345,13 @@ def test_leaked_draft_sequences_are_detected(monkeypatch):
 
 
 def test_a_wrong_cache_is_detected(monkeypatch):
-    right = TargetSequence.row
+    right = TargetSequence.next_tokens
 
-    def off_by_one(self, budget):
-        row = right(self, budget)
-        return replace(row, start=max(0, row.start - 1))
+    def without_the_first(self, budget):
+        tokens, draft, decides = right(self, budget)
+        return tokens[1:] or tokens, draft, decides
 
-    monkeypatch.setattr(TargetSequence, "row", off_by_one)
+    monkeypatch.setattr(TargetSequence, "next_tokens", without_the_first)
     assert found_by_random_scenarios()
 
 
