@@ -41,13 +41,12 @@ class BlockBuffer:
         self.ready_since = 0.0  # arrival time of the ready block
         self._limit = limit
         self._counts = counts
-        self._blocks: dict[tuple[int, int], Block] = {}
+        self._blocks: dict[tuple[int, int], Block] = {}  # blocks for later prefixes
         self._unsettled = 0  # stored tokens, including replaced versions, not yet counted as accepted or wasted
 
     def take(self) -> None:
         """Removes the ready block, which was verified."""
         assert self.ready is not None, "no block is ready"
-        del self._blocks[self.ready.base_len, self.ready.prefix_hash]
         self.ready = None
 
     def place(self, block: Block, request: Open, prefix: Prefix, now: float) -> None:
@@ -62,11 +61,12 @@ class BlockBuffer:
         if cause := self._rejection_reason(block, request, prefix):
             self._counts.drop(cause, block)
             return
-        self._blocks[block.base_len, block.prefix_hash] = block
         self._unsettled += block.size
         if _is_for(block, prefix):
             self.ready = block
             self.ready_since = now
+        else:
+            self._blocks[block.base_len, block.prefix_hash] = block
 
     def advance_to(self, prefix: Prefix, accepted: int, now: float) -> bool:
         """Advances to the session's new prefix; returns True if its block has already arrived.
@@ -94,25 +94,19 @@ class BlockBuffer:
 
     def _keep(self, prefix: Prefix, now: float) -> Block | None:
         """Reduces the buffer to the block for this prefix, and returns the block or None."""
-        if not self._blocks:
-            return None
-        address = (prefix.length, prefix.hash)
-        ready = self._blocks.pop(address, None)
-        if not self._blocks and ready is not None:  # common case
-            self._blocks[address] = ready
-            self.ready_since = now
-            return ready
-        late = [block for block in self._blocks.values() if prefix.matches(block.base_len, block.prefix_hash)]
-        if len(self._blocks) > len(late):
-            self._counts.dropped["wrong_guess"] += len(self._blocks) - len(late)
-        self._blocks.clear()
-        for block in late:
-            rebased = self._rebased(block, prefix)
-            if rebased is None:
-                self._counts.dropped["late"] += 1
-            ready = ready or rebased
+        ready = self._blocks.pop((prefix.length, prefix.hash), None) if self._blocks else None
+        if self.ready is not None or self._blocks:  # rare: a block that was not verified, or drafted for other outcomes
+            others = [*self._blocks.values(), *([self.ready] if self.ready is not None else [])]
+            self._blocks.clear()
+            late = [block for block in others if prefix.matches(block.base_len, block.prefix_hash)]
+            if len(others) > len(late):
+                self._counts.dropped["wrong_guess"] += len(others) - len(late)
+            for block in late:
+                rebased = self._rebased(block, prefix)
+                if rebased is None:
+                    self._counts.dropped["late"] += 1
+                ready = ready or rebased
         if ready is not None:
-            self._blocks[address] = ready
             self.ready_since = now
         return ready
 
@@ -122,15 +116,16 @@ class BlockBuffer:
         beyond_end = block.base_len + block.size >= request.max_len
         if block.size > request.draft_tokens or beyond_end:
             return "too_long"
-        stored = self._blocks.get((block.base_len, block.prefix_hash))
+        is_current = _is_for(block, prefix)
+        stored = self.ready if is_current else self._blocks.get((block.base_len, block.prefix_hash))
         if stored is not None:
             # A newer version replaces a block, except under rejection sampling, where the choice must not depend on
             # tokens.
             needs_probs = request.acceptance is Acceptance.REJECTION and not request.sampling.greedy
             return "duplicate" if needs_probs or stored == block else None
-        if len(self._blocks) >= self._limit and not _is_for(block, prefix):  # the current block always fits
+        if len(self._blocks) >= self._limit and not is_current:  # the current block always fits
             return "buffer_full"
-        if block.base_len == prefix.length and block.prefix_hash != prefix.hash:
+        if block.base_len == prefix.length and not is_current:
             return "other_prefix"
         return None
 

@@ -690,11 +690,11 @@ class VerificationScheduler:
                 continue
             tokens, draft, decides = session.next_tokens(budget)
             start = session.cache.length
-            reserved = self.admission.reserve(session, start, start + len(tokens), in_step)
-            if reserved is None:
+            end = start + len(tokens)
+            reserved = self._pages.reserve(name, start, end)
+            if reserved is None and (reserved := self.admission.reserve(session, start, end, in_step)) is None:
                 continue
-            if reserved:
-                copies += reserved
+            copies += reserved
             budget -= len(tokens)
             in_step.add(name)
             row = Row(name, tokens, start, decides, self._pages.table(name), draft)
