@@ -1,14 +1,15 @@
 """Measures the cost of HTTP and routing: streams through the full system around a model that takes no time.
 
-    python benchmarks/router_cost.py --streams 64 --tokens 256 --json router_cost.json
+    python benchmarks/router_cost.py --streams 64 --tokens 256 --drafted 0 --json router_cost.json
     git worktree add /tmp/older COMMIT && python benchmarks/router_cost.py --rounds 5 --against /tmp/older
 
-The API, the router, a drafter and a target replica (`router_cost_server.py`) run in one process and one event loop,
-with real HTTP and gRPC on loopback. The model is a lookup table, so the remaining cost is text, ledgers, scheduling and
-messages. The clients run in a separate process, so the server's CPU time per token excludes them.
+The API and the router run in one process, whose processor time is measured. A target and a drafter run in a second
+process, and the clients in a third, with real HTTP and gRPC on loopback (`router_cost_server.py`). The model is a
+lookup table. The router's work depends on the number of verdicts, so the table also shows the tokens of each verdict;
+`--drafted 0` makes it one.
 
-`--against` adds another checkout's server, which alternates with this one in each round because machine speed drifts.
-The profile covers this checkout, in a separate run because profiling slows the server down.
+`--against` adds another checkout's processes, which alternate with this one's in each round because machine speed
+drifts. The profile covers this checkout, in a separate run because profiling slows the server down.
 """
 
 import argparse
@@ -26,7 +27,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 from router_cost_server import served
@@ -59,7 +62,8 @@ class Cost:
 
     tokens: int
     seconds: float
-    cpu_s: float  # CPU time of the process with the API, router, drafter and target
+    cpu_s: float  # CPU time of the process with the API and the router
+    verdicts: float
 
     @property
     def tokens_per_s(self) -> float:
@@ -70,41 +74,60 @@ class Cost:
         """Returns microseconds of CPU time per token."""
         return 1e6 * self.cpu_s / self.tokens
 
+    @property
+    def tokens_per_verdict(self) -> float:
+        return self.tokens / self.verdicts
+
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """Running server of a checkout."""
+    """Running API and router of a checkout."""
 
     url: str
     process: psutil.Process
 
     async def run(self, asked: Asked) -> Cost:
+        verdicts = self._verdicts()
         cpu_s = self._cpu_s()
         seconds = await clients(self.url, asked.body, asked.streams)
-        return Cost(asked.streams * asked.tokens, seconds, self._cpu_s() - cpu_s)
+        cpu_s = self._cpu_s() - cpu_s
+        return Cost(asked.streams * asked.tokens, seconds, cpu_s, self._verdicts() - verdicts)
 
     def _cpu_s(self) -> float:
         times = self.process.cpu_times()
         return float(times.user + times.system)
 
+    def _verdicts(self) -> float:
+        page = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        families = {family.name: family for family in text_string_to_metric_families(page)}
+        return families["slipstream_verifies"].samples[0].value
+
 
 @asynccontextmanager
-async def started(checkout: Path) -> AsyncIterator[ServerProcess]:
-    """Runs the checkout's server, and stops it on exit."""
-    command = (sys.executable, str(HERE / "router_cost_server.py"))
+async def started(checkout: Path, *arguments: str) -> AsyncIterator[tuple[Any, int]]:
+    """Runs a process of the checkout; yields what it prints and its process id, and stops it on exit."""
+    command = (sys.executable, str(HERE / "router_cost_server.py"), *arguments)
     pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     process = await asyncio.create_subprocess_exec(*command, cwd=checkout, env=environment, **pipes)
     assert process.stdin is not None
     assert process.stdout is not None
-    url = (await process.stdout.readline()).decode().strip()
-    if not url:
-        raise SystemExit(f"the server of {checkout} did not start; see its output above")
+    line = await process.stdout.readline()
+    if not line:
+        raise SystemExit(f"{arguments[0]} of {checkout} did not start; see the output above")
     try:
-        yield ServerProcess(url, psutil.Process(process.pid))
+        yield json.loads(line), process.pid
     finally:
         process.stdin.close()
         await process.wait()
+
+
+@asynccontextmanager
+async def server_of(checkout: Path) -> AsyncIterator[ServerProcess]:
+    """Runs the checkout's API and router, with its target and drafter in another process."""
+    async with started(checkout, "peers") as (addresses, _), started(checkout, "api", json.dumps(addresses)) as api:
+        url, pid = api
+        yield ServerProcess(url, psutil.Process(pid))
 
 
 async def clients(url: str, body: str, streams: int) -> float:
@@ -121,7 +144,7 @@ async def measure(checkouts: Mapping[str, Path], asked: Asked, rounds: int) -> d
     """Returns each checkout's costs by round; every other round runs the checkouts in reverse order."""
     costs: dict[str, list[Cost]] = {name: [] for name in checkouts}
     async with AsyncExitStack() as stack:
-        servers = {name: await stack.enter_async_context(started(path)) for name, path in checkouts.items()}
+        servers = {name: await stack.enter_async_context(server_of(path)) for name, path in checkouts.items()}
         for server in servers.values():
             await clients(server.url, asked.body, 1)  # warm-up
         for number in range(rounds):
@@ -133,7 +156,7 @@ async def measure(checkouts: Mapping[str, Path], asked: Asked, rounds: int) -> d
 
 async def profile(asked: Asked) -> list[dict[str, Any]]:
     """Profiles this checkout's server in this process; returns its most expensive functions."""
-    async with served() as url:
+    async with started(HERE.parent, "peers") as (addresses, _), served(addresses) as url:
         await clients(url, asked.body, 1)
         profiling = cProfile.Profile(time.thread_time)  # CPU time, which excludes waiting
         profiling.enable()
@@ -154,11 +177,18 @@ def most_expensive(profiling: cProfile.Profile, top: int = TOP) -> list[dict[str
 
 def shown(costs: Mapping[str, Sequence[Cost]], asked: Asked) -> Table:
     """Formats medians of the rounds, and the ratio of this checkout to the other with its range over the rounds."""
-    table = Table("", "tokens/s", "processor time a token", title=f"{asked.streams} streams of {asked.tokens} tokens")
+    table = Table(
+        "",
+        "tokens/s",
+        "processor time a token",
+        "tokens a verdict",
+        title=f"{asked.streams} streams of {asked.tokens} tokens",
+    )
     for name, runs in costs.items():
         rate = statistics.median(run.tokens_per_s for run in runs)
         cost_us = statistics.median(run.us_per_token for run in runs)
-        table.add_row(name, f"{rate:.0f}", f"{cost_us:.0f} us")
+        length = statistics.median(run.tokens_per_verdict for run in runs)
+        table.add_row(name, f"{rate:.0f}", f"{cost_us:.1f} us", f"{length:.2f}")
     if OTHER in costs:
         pairs = list(zip(costs[PRESENT], costs[OTHER], strict=True))
         rates = [present.tokens_per_s / other.tokens_per_s for present, other in pairs]

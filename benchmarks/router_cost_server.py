@@ -1,42 +1,39 @@
-"""Runs the server that `router_cost.py` measures: prints its address and serves until its standard input closes.
+"""Runs the processes that `router_cost.py` measures, and serves until standard input closes.
 
-    PYTHONPATH=CHECKOUT python benchmarks/router_cost_server.py
+    PYTHONPATH=CHECKOUT python benchmarks/router_cost_server.py peers
+    PYTHONPATH=CHECKOUT python benchmarks/router_cost_server.py api '[["127.0.0.1:5001"], ["127.0.0.1:5002"]]'
 
-PYTHONPATH selects the measured checkout, which may lack this file. The server uses only interfaces common to all
-checkouts since the first API, and looks each name up in its old and new modules.
+`peers` runs a target and a drafter, and prints their addresses as JSON. `api` runs the router and the HTTP API for
+these addresses, and prints its URL. PYTHONPATH selects the measured checkout, which may lack this file.
 """
 
 import asyncio
-import inspect
+import gc
+import json
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from cluster.config import validated
+from cluster.audit import Audits
+from cluster.config import AuditConfig, validated
+from cluster.routing.membership import Endpoint, Members
+from serve_app.api.metrics import Metrics
+from serve_app.api.routes import create_api
+from serve_app.api.text import TextCodec
+from serve_app.router import Router, RouterLimits
 from tests.byte_tokenizer import byte_tokenizer
 from tests.integration import harness
+from tests.static_membership import StaticMembership
 
 SESSIONS = 64  # concurrent sessions of the target
-STEP_TOKENS = 4 * SESSIONS
 ROOT = Path(harness.__file__).resolve().parents[2]
 OURS = ("protos", "cluster", "actors", "serve_app", "tests")
-CONTEXT = harness.CONTEXT
-PAGES = SESSIONS * CONTEXT // getattr(harness, "PAGE_SIZE", 16)
-
-
-def found(name: str, *modules: str) -> Any:
-    """Returns the named object from the first of `modules` that the checkout contains."""
-    for module in modules:
-        if (ROOT / f"{module.replace('.', '/')}.py").exists():
-            return getattr(import_module(module), name)
-    raise ImportError(f"this checkout has none of {', '.join(modules)}; it is too old to measure")
+Addresses = Sequence[Sequence[str]]
 
 
 def check_origin() -> None:
@@ -48,70 +45,57 @@ def check_origin() -> None:
 
 
 @asynccontextmanager
-async def toy_cluster() -> AsyncIterator[Any]:
-    """Runs one target and one drafter whose steps take no time, with the same sizes in every checkout."""
-    known = inspect.signature(harness.cluster).parameters
-    sizes = {"pages": PAGES, "sessions": SESSIONS}
-    options: dict[str, Any] = {name: size for name, size in sizes.items() if name in known}
-    if "sessions" not in known:
-        add_harness_load()
-    if not hasattr(harness.Cluster, "hurry"):
-        options["wrap_engine"] = lambda engine: engine  # the default wrapper delays each step by a model's step time
-    async with harness.cluster(**options) as toy:
-        if hasattr(toy, "hurry"):
-            toy.hurry()
-        yield toy
-
-
-def add_harness_load() -> None:
-    """Enlarges the harness of a checkout whose `cluster` has no `sessions` parameter."""
-    for name in ("VerificationLimits", "VerifierLimits"):
-        if hasattr(harness, name):
-            setattr(harness, name, partial(_large, getattr(harness, name)))
-    harness.SESSIONS = SESSIONS
-    harness.PAGES = PAGES
-
-
-def _large(limits: Callable[..., Any], *fields: Any, **named: Any) -> Any:
-    return limits(*fields, **{**named, "max_step_tokens": STEP_TOKENS})
+async def peers() -> AsyncIterator[Addresses]:
+    """Runs one target and one drafter whose steps take no time; yields their addresses."""
+    pages = SESSIONS * harness.CONTEXT // harness.PAGE_SIZE
+    async with harness.cluster(pages=pages, sessions=SESSIONS) as toy:
+        toy.hurry()
+        yield list(toy.targets), list(toy.drafters)
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[str]:
-    """Serves the API of the toy cluster; yields its URL."""
-    create_api = found("create_api", "serve_app.api.routes", "serve_app.api.app", "serve_app.api")
-    metrics = found("Metrics", "serve_app.api.metrics", "serve_app.metrics")()
-    codec_of = found("TextCodec", "serve_app.api.text", "serve_app.text")
-    check_origin()
+async def served(addresses: Addresses) -> AsyncIterator[str]:
+    """Serves the API in front of these targets and drafters; yields its URL."""
     tokenizer = byte_tokenizer()
+    codec = TextCodec(tokenizer, (tokenizer.eos_token_id,))
     config = validated(
         {
-            "model": {"target": "toy", "max_context": CONTEXT},
+            "model": {"target": "toy", "max_context": harness.CONTEXT},
             "draft": {"method": "ngram"},
             "speculation": {"draft_tokens": 4},
         }
     )
-    async with toy_cluster() as toy:
-        codec = codec_of(tokenizer, (tokenizer.eos_token_id,))
-        api = create_api(toy.router, codec, config, metrics, _unused_receive)
-        server = uvicorn.Server(uvicorn.Config(api, log_level="error", lifespan="off"))
-        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:  # queues early connections
-            serving = asyncio.create_task(server.serve([listening]))
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-            server.should_exit = True
-            await serving
+    targets, drafters = [tuple([Endpoint(one, one) for one in pool]) for pool in addresses]
+    audits = Audits(AuditConfig(), "float32", lambda _: None)
+    membership = StaticMembership(Members(targets, drafters))
+    router = Router(membership, harness.IDENTITY, RouterLimits(max_sessions=2 * SESSIONS, target_wait_s=5), audits)
+    running = asyncio.create_task(router.run())
+    api = create_api(router, codec, config, Metrics(), _unused_health)
+    server = uvicorn.Server(uvicorn.Config(api, log_level="error", lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:  # queues early connections
+        serving = asyncio.create_task(server.serve([listening]))
+        await harness.eventually(lambda: len(router.reachable) == len(targets + drafters), "the router reaches all")
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server.should_exit = True
+        await serving
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await router.close()
 
 
-async def _unused_receive() -> Any:
-    """Replaces the health check, which no client calls and whose signature differs by checkout."""
+async def _unused_health() -> Any:
+    """Replaces the health check, which no client calls."""
     raise NotImplementedError
 
 
-async def serve_until_input_ends() -> None:
-    async with served() as url:
-        print(url, flush=True)
+async def serve_until_input_ends(kind: str, addresses: str = "") -> None:
+    check_origin()
+    async with peers() if kind == "peers" else served(json.loads(addresses)) as started:
+        gc.collect()
+        gc.freeze()
+        print(json.dumps(started), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
 if __name__ == "__main__":
-    asyncio.run(serve_until_input_ends())
+    asyncio.run(serve_until_input_ends(*sys.argv[1:]))
