@@ -34,6 +34,7 @@ from cluster.verification.scheduler import VerificationLimits
 from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits
 from serve_app.startup import start_engine
+from tests.session_events import events_of
 from tests.static_membership import StaticMembership
 
 IDENTITY = Identity("vocabulary", "target")
@@ -112,7 +113,7 @@ class FleetArm:
             draft_tokens=self._config.speculation.draft_tokens,
         )
         first_s = 0.0
-        async for event in self._router.generate(generation):
+        async for event in events_of(self._router, generation):
             if isinstance(event, CommittedTokens) and not first_s:
                 first_s = time.perf_counter() - began
         return first_s

@@ -49,6 +49,7 @@ from serve_app.cli.demo import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
 from serve_app.router import Identity, Router, RouterLimits
 from serve_app.tables import shown, table
+from tests.session_events import events_of
 from tests.static_membership import StaticMembership
 from tools.bench.experiment import read_prompts
 
@@ -191,7 +192,7 @@ async def wire_of(arm: Arm, config: SlipstreamConfig, model: Any, asked: Sequenc
 
 
 async def emitted(router: Router, generation: Generation) -> list[CommittedTokens]:
-    return [event async for event in router.generate(generation) if isinstance(event, CommittedTokens)]
+    return [event async for event in events_of(router, generation) if isinstance(event, CommittedTokens)]
 
 
 @asynccontextmanager

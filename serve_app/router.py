@@ -9,8 +9,9 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,14 +22,14 @@ from cluster.audit import Audits
 from cluster.envelope import Send
 from cluster.errors import CapacityError, DrainingError
 from cluster.learning import Example
-from cluster.routing.ledger import CommittedTokens, Ended, Failed, Generation, Phase, Session
+from cluster.routing.ledger import CommittedTokens, Event, Failed, Generation, Phase, Session
 from cluster.routing.membership import Endpoint, Membership
 from cluster.routing.session_router import Assignment, PrefixOptions, Ready, SessionRouter
 from cluster.telemetry import Timeline
 from cluster.trust import KEY_BYTES, PeerRole
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
-from protos.messages import Hello, LiveSession, Open, Refusal, Verdict
+from protos.messages import Hello, LiveSession, Open, Refusal
 from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 
 log = logging.getLogger(__name__)
@@ -71,9 +72,9 @@ class RouterActivity:
 
 @dataclass(eq=False)
 class ClientAssignment(Assignment):
-    """A session, and the queue of its client."""
+    """A session, and the function that takes its events."""
 
-    out: asyncio.Queue[CommittedTokens | Ended | Failed] = field(default_factory=asyncio.Queue)
+    deliver: Callable[[Event], None] = field(kw_only=True)
 
 
 class Router:
@@ -122,29 +123,24 @@ class Router:
         if self.sessions.are_targets_full(self._clock()):
             raise CapacityError("every target replica is full; try again later")
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[CommittedTokens | Ended, None]:
+    def start(self, generation: Generation, deliver: Callable[[Event], None]) -> Callable[[], None]:
         """Implements `Generator`."""
         self.check_room(1)
-        name = generation.session
-        context = self._tracer.opened(name, generation.traceparent, prompt_tokens=len(generation.prompt))
+        context = self._tracer.opened(generation.session, generation.traceparent, prompt_tokens=len(generation.prompt))
         session = Session(replace(generation, traceparent=context), secrets.token_bytes(KEY_BYTES))
-        assignment = ClientAssignment(session, self._clock())
-        try:
-            self._carry_out(self.sessions.add(assignment, self._clock()))
-            while True:
-                event = await assignment.out.get()
-                if isinstance(event, Failed):
-                    self._tracer.ended(name, type(event.error).__name__)
-                    raise event.error
-                yield event
-                if isinstance(event, Ended):
-                    return
-        finally:
-            self._tracer.ended(name, "cancelled")
-            self._carry_out(self.sessions.cancel(assignment))
-            if not self._draining:
-                self.audits.ended(assignment.session, assignment.served_by)
-            self._offer_example(assignment.session)
+        assignment = ClientAssignment(session, self._clock(), deliver=deliver)
+        self._carry_out(self.sessions.add(assignment, self._clock()))
+        return partial(self._end_session, assignment)
+
+    def _end_session(self, assignment: ClientAssignment) -> None:
+        """Ends a session that is over or no longer wanted; idempotent."""
+        if assignment.name not in self.sessions:
+            return
+        self._tracer.ended(assignment.name, "cancelled")
+        self._carry_out(self.sessions.cancel(assignment))
+        if not self._draining:
+            self.audits.ended(assignment.session, assignment.served_by)
+        self._offer_example(assignment.session)
 
     def _offer_example(self, session: Session) -> None:
         """Offers an ended session as an example, if its request allows it.
@@ -157,9 +153,15 @@ class Router:
             self._examples(Example(generation.prompt, session.committed, source, generation.session))
 
     def _carry_out(self, ready: Ready[ClientAssignment]) -> None:
-        for assignment, event in ready.events:
-            assignment.out.put_nowait(event)
+        """Sends messages, then delivers events, since a client may end its session on an event."""
         self._send(ready.sends)
+        for assignment, event in ready.events:
+            self._deliver(assignment, event)
+
+    def _deliver(self, assignment: ClientAssignment, event: Event) -> None:
+        if isinstance(event, Failed):
+            self._tracer.ended(assignment.name, type(event.error).__name__)
+        assignment.deliver(event)
 
     def _send(self, sends: list[Send]) -> None:
         for address, message in sends:
@@ -177,11 +179,14 @@ class Router:
             if isinstance(message, Refusal):
                 extra = {"session": message.session}
                 log.info("%s refuses session %r: %s", address, message.session, message.message, extra=extra)
-            self._tracer.on_received(address, message)
-            self._carry_out(self.sessions.receive(address, message, now))
+            if self._tracer is not NO_TRACING:
+                self._tracer.on_received(address, message)
             self._send(self.audits.receive(address, message, now))
-            if isinstance(message, Verdict) and message.session in self.sessions:
-                self.timeline.record("commit", message.session)
+        ready = self.sessions.receive(address, frame.messages, now)
+        committed = [assignment.name for assignment, event in ready.events if isinstance(event, CommittedTokens)]
+        if committed:
+            self.timeline.record("commit", *committed)
+        self._carry_out(ready)
         for item in frame.malformed:
             extra = {"session": item.session}
             log.error(
@@ -243,7 +248,7 @@ class Router:
         """Fails all running sessions and refuses new ones from now on."""
         self._draining = self._ended = True
         for assignment in list(self.sessions):
-            assignment.out.put_nowait(Failed(DrainingError(CUT_SHORT_MESSAGE)))
+            self._deliver(assignment, Failed(DrainingError(CUT_SHORT_MESSAGE)))
 
     @property
     def has_ended(self) -> bool:

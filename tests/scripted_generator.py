@@ -1,9 +1,10 @@
 """Fake generator that plays scripted events and records its sessions."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable
+from functools import partial
 
-from cluster.routing.ledger import CommittedTokens, Ended, Generation
+from cluster.routing.ledger import CommittedTokens, Ended, Event, Failed, Generation
 
 STALL = "stall"
 """Script entry after which nothing more is generated."""
@@ -29,19 +30,18 @@ class ScriptedGenerator:
         if self.refusal is not None and sessions > self.room:
             raise self.refusal
 
-    async def generate(self, generation: Generation) -> AsyncIterator[CommittedTokens | Ended]:
+    def start(self, generation: Generation, deliver: Callable[[Event], None]) -> Callable[[], None]:
         self.generations.append(generation)
         self.running.add(generation.session)
         self.left.clear()
-        try:
-            for output in self.scripts[min(generation.choice, len(self.scripts) - 1)]:
-                if isinstance(output, Exception):
-                    raise output
-                if isinstance(output, str):
-                    await asyncio.Event().wait()
-                else:
-                    yield output
-        finally:
+        for output in self.scripts[min(generation.choice, len(self.scripts) - 1)]:
+            if isinstance(output, str):
+                break
+            deliver(Failed(output) if isinstance(output, Exception) else output)  # type: ignore[arg-type]  # any failure
+        return partial(self._close, generation)
+
+    def _close(self, generation: Generation) -> None:
+        if generation.session in self.running:
             self.closed.append(generation.choice)
             self.running.remove(generation.session)
             if not self.running:

@@ -27,7 +27,7 @@ from cluster.envelope import Send
 from cluster.errors import CapacityError, SlipstreamError, TargetLostError
 from cluster.page_allocator import page_hash
 from cluster.routing.drafter_health import Complaint, DrafterWatch, RecoveryLog, RecoveryStep, next_recovery_step
-from cluster.routing.ledger import Command, Ended, Event, Phase, Session, ToDrafter, ToTarget
+from cluster.routing.ledger import Command, CommittedTokens, Event, Phase, Session, ToDrafter, ToTarget
 from cluster.routing.membership import Endpoint
 from cluster.speculation.circuit_breaker import CircuitBreakers
 from protos.messages import Leaving, LiveSession, Message, Refusal, RefusalReason, Verdict
@@ -431,23 +431,30 @@ class SessionRouter(Generic[F]):
 
     # ------------------------------------------------------------ messages from peers
 
-    def receive(self, peer: str, message: Message, now: float) -> Ready[F]:
-        """Handles a message from a target or drafter."""
-        if isinstance(message, Leaving):
-            self._leaves(peer, now)
-        elif assignment := self._assignments.get(getattr(message, "session", "")):
-            self._on_message(assignment, peer, message, now)
+    def receive(self, peer: str, messages: Iterable[Message], now: float) -> Ready[F]:
+        """Handles the messages of one frame from a target or drafter."""
+        for message in messages:
+            if isinstance(message, Leaving):
+                self._leaves(peer, now)
+            elif assignment := self._assignments.get(getattr(message, "session", "")):
+                self._on_message(assignment, peer, message, now)
         return self._take_ready()
 
     def _on_message(self, assignment: F, peer: str, message: Message, now: float) -> None:
-        if isinstance(message, Refusal):
-            self._note_refusal(peer, assignment, message, now)
-        elif isinstance(message, Verdict):
-            self._watch.on_verdict(assignment.session, message)
-        drafter = assignment.session.drafter
-        commands = assignment.session.receive(peer, message)
-        if drafter is not None and any(isinstance(command, Ended) for command in commands):
-            self._watch.ended(assignment.session, drafter)
+        session = assignment.session
+        if isinstance(message, Verdict):
+            self._watch.on_verdict(session, message)
+            drafter = session.drafter
+            commands = session.on_verdict(peer, message)
+            if len(commands) == 1 and isinstance(commands[0], CommittedTokens):  # as in most rounds
+                self._ready.events.append((assignment, commands[0]))
+                return
+            if drafter is not None and session.phase is Phase.DONE:
+                self._watch.ended(session, drafter)
+        else:
+            if isinstance(message, Refusal):
+                self._note_refusal(peer, assignment, message, now)
+            commands = session.receive(peer, message)
         self._carry_out(assignment, commands)
 
     def unreadable(self, target: str, session: str, attempt: int, now: float) -> Ready[F]:

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from cluster.routing.ledger import CommittedTokens, Generation
+from protos.frozen import value
 from protos.messages import Finish, TokenScore
 from serve_app.api.logprobs import ScoredToken
 from serve_app.api.replies import FinishReason, StopReason, Trace
@@ -20,14 +21,17 @@ from serve_app.api.tool_calls import Call, Content, Reader, Reasoning, Segment
 
 
 class Piece(NamedTuple):
-    """Text of one token, and the rejected draft text that it replaced (if requested)."""
+    """Text of one token, and the rejected draft text that it replaced (if requested).
+
+    Unless `TextOptions.by_token` is set, text of several tokens.
+    """
 
     text: str
     drafted: bool
     rejected: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Delta:
     """New text and tokens of one choice since its previous delta."""
 
@@ -53,6 +57,7 @@ class TextOptions:
     min_tokens: int = 0  # number of initial tokens excluded from the stop-string search
     echoed: tuple[int, ...] = ()  # prompt tokens to repeat at the start of the answer
     echoed_text: str = ""
+    by_token: bool = True  # split text by token, as stop strings, traces and some readers require
 
 
 class ChoiceText:
@@ -111,6 +116,24 @@ class ChoiceText:
         self.cached += committed.cached
         if committed.prompt_scores:
             self._add_prompt_scores(committed.prompt_scores)
+        add = self._add_by_token if self._options.by_token else self._add_at_once
+        add(committed)
+        is_due = not self._has_sent or self.tokens - self._sent_tokens >= self._interval
+        return self._delta() if self.finish or (self._pieces and is_due) else None
+
+    def _add_at_once(self, committed: CommittedTokens) -> None:
+        tokens = committed.tokens
+        self._last_token = tokens[-1]
+        self.tokens += len(tokens)
+        self.accepted += min(committed.accepted, len(tokens))
+        if committed.scores:
+            self.scored += map(ScoredToken, tokens, committed.scores)
+        if self._last_token in self._options.stop_ids and not self._options.keeps_stop:
+            tokens = tokens[:-1]  # stop tokens end the session and have no text
+        if text := self._detokenizer.extend(tokens):
+            self._pieces.append(Piece(text, False))
+
+    def _add_by_token(self, committed: CommittedTokens) -> None:
         for position, token in enumerate(committed.tokens):
             self._last_token = token
             drafted = position < committed.accepted
@@ -127,8 +150,6 @@ class ChoiceText:
                 self.finish = "stop"
                 self.stop_reason = self._stops.match
                 break
-        is_due = not self._has_sent or self.tokens - self._sent_tokens >= self._interval
-        return self._delta() if self.finish or (self._pieces and is_due) else None
 
     def flush(self) -> Delta | None:
         """Releases text held back by the interval; returns None if there is none."""
@@ -211,6 +232,11 @@ class ChoiceEvent:
     trace: Trace | None = None  # set if requested
 
     @property
+    def is_bare(self) -> bool:
+        """Returns whether the event has nothing but its segment."""
+        return self.finish is None and self.trace is None and not self.scored
+
+    @property
     def text(self) -> str:
         """Returns the event's content; empty for all other events."""
         return self.segment.text if isinstance(self.segment, Content) else ""
@@ -278,7 +304,7 @@ class ChoiceStream:
         segments: list[Segment] = []
         for piece in delta.pieces:
             read = self._reader.push(piece.text)
-            self.reasoning_tokens += any(isinstance(segment, Reasoning) for segment in read)
+            self.reasoning_tokens += Reasoning in map(type, read)
             segments += read
         if delta.finish is not None:
             segments += self._reader.finish()

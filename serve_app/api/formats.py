@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypedDict, TypeVar
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
@@ -57,10 +58,11 @@ from serve_app.api.responses_schemas import ResponsesRequest
 from serve_app.api.served_model import check_model
 from serve_app.api.streaming import as_event
 from serve_app.api.text import TextCodec
-from serve_app.api.tool_calls import Call, PlainReader, Reader, Reasoning
+from serve_app.api.tool_calls import Call, Content, PlainReader, Reader, Reasoning
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 NO_TRACE = Trace()
+PLACEHOLDER = "\0"  # no other string after it in a chunk comes from the client
 
 
 class Head(TypedDict):
@@ -137,6 +139,10 @@ class ApiFormat(ABC, Generic[RequestT]):
         """Returns the writer of the answer."""
 
 
+def _as_json(text: str) -> str:
+    return to_json(text).decode()
+
+
 def _has_trace(request: GenerationRequest) -> bool:
     return request.speculation.trace or request.speculation.rejected
 
@@ -152,6 +158,7 @@ class ChunkWriter(ABC):
         self._includes_usage = request.stream_options.include_usage
         self._continuous_usage = request.stream_options.continuous_usage_stats
         self._excluded = _excluded_fields(request)
+        self._templates: dict[tuple[int, type], list[str]] = {}  # text chunks cut at the text, by index and segment
 
     @abstractmethod
     def whole(self, choices: Sequence[Choice], usage: Usage) -> BaseModel:
@@ -166,8 +173,22 @@ class ChunkWriter(ABC):
         """Returns the chunk that reports usage."""
 
     def event(self, event: ChoiceEvent, usage: Callable[[], Usage]) -> Iterable[str]:
+        segment = event.segment
+        if isinstance(segment, Content | Reasoning) and event.is_bare and not self._continuous_usage:
+            return (self._text_event(event.index, segment),)
         chunk = self._chunk(event, usage() if self._continuous_usage else None)
         return (as_event(chunk.model_dump_json(exclude=self._excluded)),)
+
+    def _text_event(self, index: int, segment: Content | Reasoning) -> str:
+        """Returns the event for text alone: only the text is encoded, since the rest of such chunks is the same."""
+        kind = type(segment)
+        template = self._templates.get((index, kind))
+        if template is None:
+            chunk = self._chunk(ChoiceEvent(index, kind(PLACEHOLDER)), None)
+            places = 1 if kind is Content else 2  # reasoning has two names
+            whole = as_event(chunk.model_dump_json(exclude=self._excluded))
+            template = self._templates[index, kind] = whole.rsplit(_as_json(PLACEHOLDER), places)
+        return _as_json(segment.text).join(template)
 
     def closing(self, usage: Usage, metrics: RequestMetrics | None) -> Iterable[str]:
         if not self._includes_usage:

@@ -1,17 +1,15 @@
 """Runs a request's sessions and counts their usage.
 
 `Generator` is the interface between HTTP and the distributed system: one session in, committed tokens out. Tests use a
-scripted generator. `follow` runs all sessions of a request and yields each choice's deltas.
+scripted generator. `follow` runs all sessions of a request and yields their deltas.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from typing import Protocol
 
-from cluster.errors import SlipstreamError
-from cluster.routing.ledger import CommittedTokens, Ended, Generation
+from cluster.routing.ledger import CommittedTokens, Event, Failed, Generation
 from serve_app.api.choices import Choice, Delta
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import (
@@ -30,75 +28,105 @@ class Generator(Protocol):
         """Raises CapacityError or DrainingError if `sessions` additional sessions would be refused now."""
         ...
 
-    def generate(self, generation: Generation) -> AsyncGenerator[CommittedTokens | Ended, None]:
-        """Yields committed tokens as they arrive, then exactly one `Ended`.
+    def start(self, generation: Generation, deliver: Callable[[Event], None]) -> Callable[[], None]:
+        """Starts a session; returns a function that ends it everywhere, which must be called even after the last event.
 
-        Closing the iterator early (after a disconnect or a stop string) cancels the session everywhere. Raises
-        CapacityError if there is no room, DrainingError while the server stops, RequestError if the target refuses the
-        request, and TargetLostError if no replica could finish it.
+        Calls `deliver` with each event on this event loop: committed tokens as they arrive, then exactly one `Ended` or
+        `Failed`. `deliver` may end the session. Raises CapacityError if there is no room, and DrainingError while the
+        server stops. A session fails with RequestError if the target refuses the request, and with TargetLostError if
+        no replica could finish it.
         """
         ...
 
 
+class _Inbox:
+    """Deltas of a request's sessions that its reader has not taken yet; session lengths limit their number."""
+
+    def __init__(self, sessions: int) -> None:
+        self.deltas: list[Delta] = []
+        self.error: Exception | None = None  # first failure
+        self.running = sessions
+        self.arrived = asyncio.Event()
+
+
+class _ChoiceSession:
+    """Session of one choice. Converts its events into deltas as they arrive, however slowly the client reads."""
+
+    def __init__(self, choice: Choice, inbox: _Inbox, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._choice = choice
+        self._inbox = inbox
+        self._metrics = metrics
+        self._clock = clock
+        self._last = clock()  # time of the latest event
+        self._has_ended = False
+        self._close: Callable[[], None] | None = None
+
+    def start(self, generator: Generator) -> None:
+        self._close = generator.start(self._choice.generation, self._on_event)
+        if self._has_ended:
+            self.close()
+
+    def close(self) -> None:
+        self._has_ended = True
+        if self._close is not None:
+            self._close()
+
+    def _on_event(self, event: Event) -> None:
+        if self._has_ended:
+            return
+        inbox = self._inbox
+        inbox.arrived.set()
+        try:
+            if (delta := self._delta(event)) is not None:
+                inbox.deltas.append(delta)
+        except Exception as error:  # noqa: BLE001  # raised to the reader; the generator serves other requests too
+            inbox.error = inbox.error or error
+        if inbox.error is not None or self._choice.text.finish is not None:
+            inbox.running -= 1
+            self.close()
+
+    def _delta(self, event: Event) -> Delta | None:
+        text = self._choice.text
+        if isinstance(event, CommittedTokens):
+            now = self._clock()
+            is_first = text.first_token_s is None
+            if is_first:
+                text.first_token_s = now - self._last
+            self._metrics.committed(event, now - self._last, first=is_first)
+            self._last = now
+            return text.extend(event)
+        if isinstance(event, Failed):
+            self._inbox.error = self._inbox.error or event.error
+            return text.flush()  # releases tokens committed before the failure
+        return text.end(event.finish)
+
+
 async def follow(
     generator: Generator, choices: Sequence[Choice], metrics: Metrics, clock: Callable[[], float]
-) -> AsyncGenerator[Delta, None]:
-    """Runs all sessions at once and yields their deltas as they arrive; raises the first failure.
+) -> AsyncGenerator[list[Delta], None]:
+    """Runs all sessions at once and yields the deltas that have arrived; raises the first failure after the deltas.
 
-    Closing the iterator cancels all running sessions; a stop string cancels its own session.
+    Closing the iterator ends all running sessions; a stop string ends its own session.
     """
-    deltas: asyncio.Queue[Delta | None] = asyncio.Queue()  # no size limit: session lengths are limited
-
-    async def run_all() -> None:
-        async with asyncio.TaskGroup() as group:
-            for choice in choices:
-                group.create_task(_run_choice(generator, choice, deltas, metrics, clock))
-
-    running = asyncio.create_task(run_all())
-    running.add_done_callback(lambda _: deltas.put_nowait(None))
+    inbox = _Inbox(len(choices))
+    sessions = [_ChoiceSession(choice, inbox, metrics, clock) for choice in choices]
     try:
-        while (delta := await deltas.get()) is not None:
-            yield delta
-        await running
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+        for session in sessions:
+            session.start(generator)
+        while True:
+            if deltas := inbox.deltas:
+                inbox.deltas = []
+                yield deltas
+            elif inbox.error is not None:
+                raise inbox.error
+            elif not inbox.running:
+                return
+            else:
+                inbox.arrived.clear()
+                await inbox.arrived.wait()
     finally:
-        running.cancel()
-        await asyncio.wait([running])
-
-
-async def _run_choice(
-    generator: Generator,
-    choice: Choice,
-    deltas: asyncio.Queue[Delta | None],
-    metrics: Metrics,
-    clock: Callable[[], float],
-) -> None:
-    text = choice.text
-    last = clock()
-    outputs = generator.generate(choice.generation)
-    try:
-        async with aclosing(outputs):
-            async for output in outputs:
-                if isinstance(output, CommittedTokens):
-                    now = clock()
-                    is_first = text.first_token_s is None
-                    if is_first:
-                        text.first_token_s = now - last
-                    metrics.committed(output, now - last, first=is_first)
-                    last = now
-                    delta = text.extend(output)
-                else:
-                    delta = text.end(output.finish)
-                if delta is not None:
-                    deltas.put_nowait(delta)
-                if text.finish is not None:
-                    break
-    except SlipstreamError:  # release tokens committed before the failure
-        if (rest := text.flush()) is not None:
-            deltas.put_nowait(rest)
-        raise
-    assert text.finish is not None, "a generator ends with Ended or raises"
+        for session in sessions:
+            session.close()
 
 
 def usage_of(choices: Sequence[Choice], prompt_tokens: int) -> Usage:

@@ -8,7 +8,7 @@ session per choice, and sends the answer whole or as server-sent events. A clien
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -85,6 +85,7 @@ from serve_app.api.responses_schemas import ResponseReply, ResponsesRequest, Res
 from serve_app.api.served_model import find_card, fingerprint, model_list, version
 from serve_app.api.streaming import EventStream, as_json, first_of, while_connected
 from serve_app.api.text import StopMatcher, TextCodec
+from serve_app.api.tool_calls import PlainReader
 from serve_app.api.validation import (
     NO_DEFAULTS,
     Draw,
@@ -430,6 +431,8 @@ class ApiEndpoint(Generic[RequestT]):
         codec = self._service.text
         skips = request.skip_special_tokens and not self._format.needs_special_tokens(codec)
         echoed = generation.prompt if request.is_echoed else ()
+        reader = self._format.reader(request, codec, generation.prompt)
+        selection = self._format.stream_options(request)
         options = TextOptions(
             stop_ids=frozenset(generation.stop_ids),
             keeps_stop=request.include_stop_str_in_output,
@@ -437,6 +440,7 @@ class ApiEndpoint(Generic[RequestT]):
             min_tokens=request.min_tokens,
             echoed=echoed,
             echoed_text=codec.decode(echoed, skips) if echoed else "",
+            by_token=bool(request.stop) or selection.trace or not isinstance(reader, PlainReader),
         )
         text = ChoiceText(
             index,
@@ -445,8 +449,7 @@ class ApiEndpoint(Generic[RequestT]):
             self._service.config.server.stream_interval,
             options,
         )
-        reader = self._format.reader(request, codec, generation.prompt)
-        stream = ChoiceStream(index, reader, self._format.stream_options(request), self._service.draw)
+        stream = ChoiceStream(index, reader, selection, self._service.draw)
         return Choice(generation, text, stream)
 
 
@@ -491,22 +494,25 @@ class ApiAnswer:
 
     async def whole(self) -> BaseModel:
         """Waits for all choices to end and returns the answer."""
-        async with aclosing(self._deltas()) as deltas:
-            async for delta in deltas:
-                self.choices[delta.index].stream.events(delta)
+        async with aclosing(self._deltas()) as arrivals:
+            async for deltas in arrivals:
+                for delta in deltas:
+                    self.choices[delta.index].stream.events(delta)
         return self.writer.whole(self.choices, self._usage())
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """Yields the answer as server-sent events; there is none before the first text."""
-        async with aclosing(self._deltas()) as deltas:
-            async for delta in deltas:
-                for event in self.choices[delta.index].stream.events(delta):
-                    for sent in self.writer.event(event, self._usage):
-                        yield sent
-        for sent in self.writer.closing(self._usage(), metrics_of(self.choices)):
-            yield sent
+        """Yields the answer as server-sent events, joined if ready together; there is none before the first text."""
+        async with aclosing(self._deltas()) as arrivals:
+            async for deltas in arrivals:
+                if text := "".join([sent for delta in deltas for sent in self._sent(delta)]):
+                    yield text
+        yield "".join(self.writer.closing(self._usage(), metrics_of(self.choices)))
 
-    def _deltas(self) -> AsyncGenerator[Delta, None]:
+    def _sent(self, delta: Delta) -> Iterator[str]:
+        for event in self.choices[delta.index].stream.events(delta):
+            yield from self.writer.event(event, self._usage)
+
+    def _deltas(self) -> AsyncGenerator[list[Delta], None]:
         return follow(self.service.generator, self.choices, self.service.metrics, self.service.clock)
 
     def _usage(self) -> Usage:

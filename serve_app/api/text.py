@@ -76,6 +76,19 @@ class Detokenizer:
             self._narrow()
         return released
 
+    def extend(self, tokens: Sequence[int]) -> str:
+        """Adds tokens and returns newly final text, with one decoding if the text ends in a complete character."""
+        if len(tokens) > 1 and not self._new and self._special_ids.isdisjoint(tokens):
+            window = [*self._window, *tokens]
+            text = self._decode(window)
+            if not text.endswith(_UNFINISHED):
+                self._window = window
+                self._new = len(tokens)
+                released = self._release_until(text, len(text))
+                self._reset_window()
+                return released
+        return "".join([self.push(token) for token in tokens])
+
     def finish(self) -> str:
         """Returns the held-back text."""
         text = self._decode(self._window)

@@ -8,12 +8,12 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
 
-from cluster.routing.ledger import CommittedTokens, Ended, Generation
+from cluster.routing.ledger import CommittedTokens, Ended, Event, Generation
 from protos.messages import Finish
 from serve_app.api.text import TextCodec
 from tests.asgi_front import talking_codec, toy_api
@@ -34,15 +34,18 @@ class ObedientModel:
     def check_room(self, sessions: int) -> None:
         """Accepts every session."""
 
-    async def generate(self, generation: Generation) -> AsyncIterator[CommittedTokens | Ended]:
+    def start(self, generation: Generation, deliver: Callable[[Event], None]) -> Callable[[], None]:
+        return asyncio.create_task(self._play(generation, deliver)).cancel
+
+    async def _play(self, generation: Generation, deliver: Callable[[Event], None]) -> None:
         texts = answers(self._codec.tokenizer.decode(list(generation.prompt)))
         room = generation.max_len - len(generation.prompt)
         wished = [(*self._codec.encode(text), *self._codec.eos_ids) for text in texts]
         tokens = self._formed(generation.grammar, wished, room) if generation.grammar else wished[0]
         for start in range(0, min(room, len(tokens)), TOKENS_AT_ONCE):
-            yield CommittedTokens(tokens[start : min(room, start + TOKENS_AT_ONCE)], 0, 0)
+            deliver(CommittedTokens(tokens[start : min(room, start + TOKENS_AT_ONCE)], 0, 0))
             await asyncio.sleep(0)
-        yield Ended(Finish.LENGTH if room < len(tokens) else Finish.STOP)
+        deliver(Ended(Finish.LENGTH if room < len(tokens) else Finish.STOP))
 
     def _formed(self, grammar: str, wished: list[tuple[int, ...]], room: int) -> tuple[int, ...]:
         """Returns the first preferred answer that the grammar allows, or another that it allows."""

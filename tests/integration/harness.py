@@ -35,6 +35,7 @@ from protos.codec import Decoded
 from protos.messages import Attach, Close, Open, Sampling, StatesFormat
 from serve_app.router import Identity, Router, RouterLimits
 from tests.lossless.states import LAYOUT, ReadingMethod, RememberingRunner
+from tests.session_events import events_of
 from tests.static_membership import StaticMembership
 from tests.toys import ToyRunner, a_generation, toy_draft_model
 
@@ -80,7 +81,7 @@ class Cluster:
     async def tokens(self, generation: Generation) -> list[int]:
         """Returns all committed tokens of the session; fails unless it ends normally."""
         tokens: list[int] = []
-        async for event in self.router.generate(generation):
+        async for event in events_of(self.router, generation):
             if isinstance(event, CommittedTokens):
                 tokens += event.tokens
             else:

@@ -11,6 +11,7 @@ from cluster.routing.ledger import CommittedTokens
 from protos.messages import Acceptance, Sampling
 from tests.integration.harness import VOCABULARY, Cluster, cluster, eventually, plain_greedy
 from tests.lossless.test_grammars import LETTERS, LISTS, compiler
+from tests.session_events import events_of
 
 GRAMMARS = compiler(LETTERS[:VOCABULARY])
 END = 0
@@ -38,7 +39,7 @@ async def test_losing_a_replica_changes_no_token(lost):
     plain = await plainly(LONG)
     async with cluster(targets=2, drafters=2, grammars=GRAMMARS) as c:
         tokens: list[int] = []
-        async for event in c.router.generate(c.generation(**asked(LONG))):
+        async for event in events_of(c.router, c.generation(**asked(LONG))):
             if isinstance(event, CommittedTokens):
                 tokens += event.tokens
                 if len(tokens) >= 20 and len(c.router.reachable) == 4:

@@ -62,6 +62,7 @@ from tests.integration.stream_methods import (
     stream_to,
     within,
 )
+from tests.session_events import events_of
 
 HELLO = Hello("stranger", IDENTITY.vocabulary, IDENTITY.target_model)
 OPEN = Open("theirs", 1, (1, 2), 2, 20, (), Sampling(), 0, 0, 0, Acceptance.REJECTION, 4, "127.0.0.1:9")
@@ -222,7 +223,7 @@ async def test_a_session_leaves_a_target_with_malformed_verdicts(monkeypatch):
     async with cluster(targets=2) as c:
         tokens: list[int] = []
         garbled: TargetReplica | None = None
-        async for event in c.router.generate(c.generation(max_len=103)):
+        async for event in events_of(c.router, c.generation(max_len=103)):
             tokens += event.tokens if isinstance(event, CommittedTokens) else ()
             if len(tokens) >= 20 and garbled is None:
                 garbled = next(target for target in c.targets.values() if not target.is_idle)

@@ -12,6 +12,7 @@ from cluster.verification.step import Outcome, StepPlan
 from protos.codec import Decoded
 from protos.messages import Acceptance, Block, Sampling, Verdict
 from tests.integration.harness import LOGITS, VOCABULARY, Cluster, WrappedEngine, cluster, eventually, plain_greedy
+from tests.session_events import events_of
 
 SURE = 8 * LOGITS  # a drafter that is right and confident, so it drafts no sibling tokens
 UNSURE = LOGITS + 0.3 * LOGITS.flip(0)  # a drafter that is usually right
@@ -133,7 +134,7 @@ async def test_a_drafter_recovers_from_a_fault_and_its_blocks_are_accepted_again
         rounds = 0
         accepted: list[int] = []  # per round since the drafter noticed
         recovered = False
-        async for event in c.router.generate(c.generation(max_len=503)):
+        async for event in events_of(c.router, c.generation(max_len=503)):
             if not isinstance(event, CommittedTokens):
                 continue
             tokens += event.tokens
@@ -190,7 +191,7 @@ async def test_losing_a_drafter_changes_no_token(temperature):
         asked = c.generation(max_len=103, sampling=sampling)
         tokens: list[int] = []
         lost: str | None = None
-        async for event in c.router.generate(asked):
+        async for event in events_of(c.router, asked):
             if isinstance(event, CommittedTokens):
                 tokens += event.tokens
                 if len(tokens) >= 20 and lost is None:
@@ -204,7 +205,7 @@ async def test_losing_a_drafter_changes_no_token(temperature):
 async def test_losing_a_target_changes_no_token():
     async with cluster(targets=2) as c:
         tokens: list[int] = []
-        async for event in c.router.generate(c.generation(max_len=103)):
+        async for event in events_of(c.router, c.generation(max_len=103)):
             if isinstance(event, CommittedTokens):
                 tokens += event.tokens
                 if len(tokens) >= 20 and len(c.router.reachable) == 3:

@@ -31,6 +31,7 @@ from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.messages import Acceptance, Sampling
 from serve_app.router import Identity, Router, RouterLimits
+from tests.session_events import events_of
 from tests.static_membership import StaticMembership
 from tests.vllm.cases import config, limits, on_own_engine
 from tests.vllm.right_head import Text, right_head
@@ -174,7 +175,7 @@ async def pair(
 
 async def extra_results(router: Router, name: str, text: Text) -> list[int]:
     tokens: list[int] = []
-    async for event in router.generate(generation(name, text)):
+    async for event in events_of(router, generation(name, text)):
         if isinstance(event, CommittedTokens):
             tokens += event.tokens
     return tokens

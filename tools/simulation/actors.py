@@ -518,12 +518,7 @@ class SimulatedRouter:
         self._carry_out(self._assignments.tick(self.process.clock.now))
 
     def _frame(self, address: str, frame: Frame) -> None:
-        sends: list[Send] = []
-        for message in frame:
-            ready = self._assignments.receive(address, message, self.process.clock.now)
-            self._deliver(ready)
-            sends += ready.sends
-        self._send(sends)
+        self._carry_out(self._assignments.receive(address, frame, self.process.clock.now))
 
     def _tick(self) -> None:
         self._ticking = False

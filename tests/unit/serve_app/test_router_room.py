@@ -14,6 +14,7 @@ from cluster.routing.session_router import SessionRouter
 from protos.codec import Decoded, Malformed
 from protos.messages import Refusal, RefusalReason
 from serve_app.router import Identity, Router, RouterLimits
+from tests.session_events import events_of
 from tests.static_membership import StaticMembership
 from tests.toys import a_generation
 
@@ -48,12 +49,12 @@ async def test_sessions_are_refused_while_draining(router: Router) -> None:
 async def test_generation_is_refused_while_draining(router: Router) -> None:
     router.drain()
     with pytest.raises(DrainingError):
-        await anext(router.generate(None))  # type: ignore[arg-type]  # it is not looked at
+        await anext(events_of(router, None))  # type: ignore[arg-type]  # it is not looked at
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
 async def test_sessions_that_outlast_the_drain_end_with_an_error(router: Router, goes_on: bool) -> None:
-    running = asyncio.ensure_future(anext(router.generate(a_generation())))
+    running = asyncio.ensure_future(anext(events_of(router, a_generation())))
     await asyncio.sleep(0)
     router.end_after(0)
     if goes_on:

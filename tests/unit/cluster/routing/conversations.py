@@ -104,7 +104,7 @@ class Pool:
         answer = self._text(ANSWER_TOKENS)
         here = Prefix(KEY, prompt)
         verdict = Verdict(name, session.attempt, len(here), here.hash, answer, 0, 0, Finish.LENGTH)
-        self._router.receive(address, verdict, float(step))
+        self._router.receive(address, [verdict], float(step))
         self._router.cancel(assignment)
         pages = self._pages[address]
         pages.publish(name, prompt + answer, len(prompt) + len(answer) - 1)

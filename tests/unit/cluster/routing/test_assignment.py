@@ -61,7 +61,7 @@ class RouterHarness:
         self.note(self.assignments.gone(peer, self.now))
 
     def receive(self, peer: str, message: Any) -> None:
-        self.note(self.assignments.receive(peer, message, self.now))
+        self.note(self.assignments.receive(peer, [message], self.now))
 
     def verdict(self, assignment: Assignment, *tokens: int, **changes: Any) -> None:
         session = assignment.session

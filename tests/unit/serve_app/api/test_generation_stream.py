@@ -170,19 +170,18 @@ def choices(codec: TextCodec, number: int, *stops: str) -> list[Choice]:
 async def test_choices_run_at_once(codec: TextCodec) -> None:
     ended = [CommittedTokens(codec.encode("a"), 0, 0), Ended(Finish.STOP)]
     generator = ScriptedGenerator([STALL], ended)
-    async with aclosing(follow(generator, choices(codec, 2), Metrics(), count().__next__)) as deltas:
-        first = await anext(deltas)
-        second = await anext(deltas)
+    async with aclosing(follow(generator, choices(codec, 2), Metrics(), count().__next__)) as arrivals:
+        first, second = await anext(arrivals)
     assert [(first.index, first.text), (second.index, second.finish)] == [(1, "a"), (1, "stop")]
     assert sorted(generator.closed) == [0, 1]
 
 
 async def test_one_failure_ends_all_choices_and_is_raised_unchanged(codec: TextCodec) -> None:
     generator = ScriptedGenerator([STALL], [CommittedTokens(codec.encode("a"), 0, 0), TargetLostError("gone")])
-    deltas = follow(generator, choices(codec, 2), Metrics(), count().__next__)
-    assert (await anext(deltas)).text == "a"
+    arrivals = follow(generator, choices(codec, 2), Metrics(), count().__next__)
+    assert [delta.text for delta in await anext(arrivals)] == ["a"]
     with pytest.raises(TargetLostError, match="gone"):
-        await anext(deltas)
+        await anext(arrivals)
     assert sorted(generator.closed) == [0, 1]
 
 
@@ -190,16 +189,16 @@ async def test_text_that_waits_for_the_interval_precedes_a_failure(codec: TextCo
     emits = [CommittedTokens(codec.encode(text), 0, 0) for text in ("a", "b")]
     generator = ScriptedGenerator([*emits, TargetLostError("gone")])
     choice = choice_of(ChoiceText(0, codec.detokenizer(), StopMatcher(()), interval=100))
-    deltas = follow(generator, [choice], Metrics(), count().__next__)
-    assert [(await anext(deltas)).text, (await anext(deltas)).text] == ["a", "b"]
+    arrivals = follow(generator, [choice], Metrics(), count().__next__)
+    assert [delta.text for delta in await anext(arrivals)] == ["a", "b"]
     with pytest.raises(TargetLostError, match="gone"):
-        await anext(deltas)
+        await anext(arrivals)
 
 
 async def test_a_stop_string_closes_the_session(codec: TextCodec) -> None:
     generator = ScriptedGenerator([CommittedTokens(codec.encode("a."), 1, 1), STALL])
-    async with aclosing(follow(generator, choices(codec, 1, "."), Metrics(), count().__next__)) as deltas:
-        assert [delta.text async for delta in deltas] == ["a"]
+    async with aclosing(follow(generator, choices(codec, 1, "."), Metrics(), count().__next__)) as arrivals:
+        assert [delta.text async for deltas in arrivals for delta in deltas] == ["a"]
     assert generator.closed == [0]
 
 
@@ -249,6 +248,26 @@ def test_the_text_of_a_stop_id_is_omitted_unless_requested(
         choice.extend(CommittedTokens(part, 0, 0))
     choice.end(Finish.STOP)
     assert (choice.text, choice.finish, choice.tokens) == (expected, "stop", 3)
+
+
+@pytest.mark.parametrize("size", range(1, 7))
+@pytest.mark.parametrize("keeps_stop", [False, True])
+@pytest.mark.parametrize("finish", [Finish.STOP, Finish.LENGTH])
+def test_text_of_several_tokens_equals_text_by_token(
+    codec: TextCodec, size: int, keeps_stop: bool, finish: Finish
+) -> None:
+    tokens = codec.encode("añ€b.")
+    ends = {"stop_ids": frozenset(tokens[-1:]), "named_stop_ids": frozenset(tokens[-1:]), "keeps_stop": keeps_stop}
+    by_token, at_once = [formed(codec, **ends, by_token=splits) for splits in (True, False)]
+    for start in range(0, len(tokens), size):
+        part = tokens[start : start + size]
+        committed = CommittedTokens(part, len(part) - 1, len(part), scores_of(part))
+        first, second = by_token.extend(committed), at_once.extend(committed)
+        assert (first and (first.text, first.tokens, first.accepted, first.offset, first.scored)) == (
+            second and (second.text, second.tokens, second.accepted, second.offset, second.scored)
+        )
+    assert by_token.end(finish) == at_once.end(finish)
+    assert by_token.text == at_once.text
 
 
 @pytest.mark.parametrize("cut", range(1, 8))

@@ -51,6 +51,22 @@ def test_deltas_add_up_to_the_whole_decoding(tokenizer: Any, detokenize: Any, to
     assert "".join(detokenize(tokens)) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+@given(parts=st.lists(st.lists(st.integers(0, TOKENS_OF_THE_TOY - 1), max_size=5), max_size=10))
+def test_tokens_added_together_decode_like_the_whole(tokenizer: Any, codec: TextCodec, parts: list[list[int]]) -> None:
+    detokenizer = codec.detokenizer()
+    text = "".join([*map(detokenizer.extend, parts), detokenizer.finish()])
+    assert text == tokenizer.decode([token for part in parts for token in part], skip_special_tokens=True)
+
+
+@given(text=st.text(st.characters(codec="utf-8", exclude_characters="<\ufffd"), max_size=40), size=st.integers(1, 9))
+def test_tokens_added_together_release_each_character_at_once(codec: TextCodec, text: str, size: int) -> None:
+    together = codec.detokenizer()
+    single = codec.detokenizer()
+    tokens = codec.encode(text)
+    for part in (tokens[start : start + size] for start in range(0, len(tokens), size)):
+        assert together.extend(part) == "".join(map(single.push, part))
+
+
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="<\ufffd"), max_size=40))
 def test_deltas_contain_whole_characters(codec: TextCodec, text: str) -> None:
     detokenizer = codec.detokenizer()
