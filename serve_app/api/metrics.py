@@ -18,11 +18,14 @@ Share of verify steps with a drafted block (the rest is non-speculative decoding
 """
 
 import time
+from bisect import bisect_left
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cluster.routing.ledger import CommittedTokens
@@ -55,6 +58,58 @@ class CountsCollector(Collector):
         for labels, count in self._counts().items():
             family.add_metric(labels, count)
         yield family
+
+
+class VerdictTotals(Collector):
+    """Totals over verdicts. Plain numbers, because every session counts a verdict in every step."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._drafted = 0
+        self._accepted: Tally[int] = Tally()  # verdicts with a block, by number of accepted tokens
+        self._without_block = 0
+        self._gap_s = 0.0  # sum of all gaps
+        self._gaps = [0] * (len(_GAP_SECONDS) + 1)  # number of gaps by bucket
+
+    def add(self, emit: CommittedTokens) -> None:
+        self._tokens += len(emit.tokens)
+        if emit.drafted:
+            self._drafted += emit.drafted
+            self._accepted[emit.accepted] += 1
+        else:
+            self._without_block += 1
+
+    def add_gap(self, seconds: float) -> None:
+        """Counts the time since a session's previous verdict."""
+        self._gap_s += seconds
+        self._gaps[bisect_left(_GAP_SECONDS, seconds)] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        accepted = self._accepted.copy()
+        tokens = sum(length * count for length, count in accepted.items())
+        blocks = accepted.total()
+        for name, text, value in (
+            ("completion_tokens", "Committed tokens", self._tokens),
+            ("draft_tokens", "Draft tokens in verified blocks", self._drafted),
+            ("accepted_tokens", "Draft tokens accepted", tokens),
+            ("blocks", "Blocks verified", blocks),
+            ("verifies", "Verdicts committed", self._without_block + blocks),
+        ):
+            yield CounterMetricFamily(f"slipstream_{name}", text, value)
+        positions = CounterMetricFamily(
+            "slipstream_accepted_tokens_at", "Draft tokens accepted, by position", labels=["position"]
+        )
+        for position in range(max(accepted, default=0)):
+            count = sum(count for length, count in accepted.items() if length > position)
+            positions.add_metric((str(position),), count)
+        yield positions
+        bounds = [*[str(float(bound)) for bound in _GAP_SECONDS], "+Inf"]
+        yield HistogramMetricFamily(
+            "slipstream_inter_token_seconds",
+            "Time between consecutive verdicts of a session",
+            list(zip(bounds, accumulate(self._gaps), strict=True)),
+            self._gap_s,
+        )
 
 
 class Metrics:
@@ -90,22 +145,9 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self._gap = Histogram(
-            "slipstream_inter_token_seconds",
-            "Time between consecutive verdicts of a session",
-            buckets=_GAP_SECONDS,
-            registry=registry,
-        )
+        self._verdicts = VerdictTotals()
+        registry.register(self._verdicts)
         self._prompt_tokens = Counter("slipstream_prompt_tokens", "Prompt tokens", registry=registry)
-        self._completion_tokens = Counter("slipstream_completion_tokens", "Committed tokens", registry=registry)
-        self._draft_tokens = Counter("slipstream_draft_tokens", "Draft tokens in verified blocks", registry=registry)
-        self._accepted_tokens = Counter("slipstream_accepted_tokens", "Draft tokens accepted", registry=registry)
-        self._blocks = Counter("slipstream_blocks", "Blocks verified", registry=registry)
-        self._verifies = Counter("slipstream_verifies", "Verdicts committed", registry=registry)
-        self._accepted_at = Counter(
-            "slipstream_accepted_tokens_at", "Draft tokens accepted, by position", ["position"], registry=registry
-        )
-        self._positions: list[Counter] = []  # cached children of `_accepted_at`, by position
         self._finished = Counter(
             "slipstream_finished", "Finished choices, by reason", ["finished_reason"], registry=registry
         )
@@ -152,16 +194,11 @@ class Metrics:
 
     def committed(self, emit: CommittedTokens, seconds: float, *, first: bool) -> None:
         """Counts a verdict that arrived `seconds` after the previous verdict, or after the session's start."""
-        (self._first_token if first else self._gap).observe(seconds)
-        self._completion_tokens.inc(len(emit.tokens))
-        self._draft_tokens.inc(emit.drafted)
-        self._accepted_tokens.inc(emit.accepted)
-        self._blocks.inc(emit.drafted > 0)
-        self._verifies.inc()
-        for position in range(emit.accepted):
-            if position == len(self._positions):
-                self._positions.append(self._accepted_at.labels(str(position)))
-            self._positions[position].inc()
+        if first:
+            self._first_token.observe(seconds)
+        else:
+            self._verdicts.add_gap(seconds)
+        self._verdicts.add(emit)
 
     def families(self) -> Iterator[Metric]:
         """Returns all metric families; metrics that vLLM also has are repeated under vLLM's names."""
