@@ -57,16 +57,26 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Adds a token and returns newly final text."""
-        if token in self._special_ids:
-            return ""
+        return self.extend((token,))
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        """Adds tokens and returns newly final text, with one decoding if the text then ends in a complete character."""
+        tokens = [token for token in tokens if token not in self._special_ids]
+        if len(tokens) > 1:
+            text = self._decode([*self._window, *tokens])
+            if not text.endswith(_UNFINISHED):
+                self._window += tokens
+                self._new += len(tokens)
+                return self._complete(text)
+        return "".join([self._add(token) for token in tokens])
+
+    def _add(self, token: int) -> str:
         self._window.append(token)
         self._new += 1
         text = self._decode(self._window)
-        self._lengths.append(len(text))
         if not text.endswith(_UNFINISHED):
-            released = self._release_until(text, len(text))
-            self._reset_window()
-            return released
+            return self._complete(text)
+        self._lengths.append(len(text))
         if self._new < _MAX_TOKENS_PER_CHARACTER:
             return ""
         released = self._release_until(
@@ -75,19 +85,6 @@ class Detokenizer:
         if len(self._window) >= _LONG_WINDOW and len(self._window) % _SHORT_WINDOW == 0:
             self._narrow()
         return released
-
-    def extend(self, tokens: Sequence[int]) -> str:
-        """Adds tokens and returns newly final text, with one decoding if the text ends in a complete character."""
-        if len(tokens) > 1 and not self._new and self._special_ids.isdisjoint(tokens):
-            window = [*self._window, *tokens]
-            text = self._decode(window)
-            if not text.endswith(_UNFINISHED):
-                self._window = window
-                self._new = len(tokens)
-                released = self._release_until(text, len(text))
-                self._reset_window()
-                return released
-        return "".join([self.push(token) for token in tokens])
 
     def finish(self) -> str:
         """Returns the held-back text."""
@@ -104,12 +101,16 @@ class Detokenizer:
         self._released = max(self._released, end)
         return released
 
-    def _reset_window(self) -> None:
-        """Cuts the window to the newest tokens, as context for the next token."""
-        self._window = self._window[-self._new :]
-        self._released = len(self._decode(self._window))
+    def _complete(self, text: str) -> str:
+        """Releases the window's text, which ends in a complete character, and keeps tokens as context for the next."""
+        released = self._release_until(text, len(text))
+        self._released = len(text)
+        if len(self._window) >= _SHORT_WINDOW:
+            self._window = self._window[-self._new :]
+            self._released = len(self._decode(self._window))
         self._new = 0
         self._lengths.clear()
+        return released
 
     def _narrow(self) -> None:
         """Drops tokens from the window's start if the two parts, decoded separately, give the same text."""
