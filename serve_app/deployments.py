@@ -24,7 +24,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.drafter import Drafter, DraftingThread, MethodFigures, TargetAccess
-from actors.engine.process import compute_in_background, use_cpu
+from actors.engine.process import compute_in_background, freeze_heap, use_cpu
 from actors.learning.examples import ExampleStore, ExampleWriter
 from actors.learning.reload import DraftReload
 from actors.models.checkpoint import checkpoint_fingerprint, local_folder, vocabulary, vocabulary_fingerprint
@@ -130,6 +130,11 @@ class _ReplicaDeployment:
         self._ending.push_async_callback(asyncio.to_thread, started.close)
         return started
 
+    def _start_work(self, name: str, loop: Coroutine[Any, Any, None]) -> None:
+        """Starts the replica's loop, once everything else has started."""
+        freeze_heap()
+        self._work = asyncio.create_task(run_logged(name, loop))
+
     def _families(self) -> Iterator[Metric]:
         """Yields this replica's metric families."""
         raise NotImplementedError
@@ -190,7 +195,7 @@ class TargetDeployment(_ReplicaDeployment):
         self._mirror = RayMirror(self._families)
         self._server = await serve_target(self._replica, listening_host(config.trust), trust=config.trust)
         self._drain_s = config.target.drain_s
-        self._work = asyncio.create_task(run_logged("the verification loop", self._serve()))
+        self._start_work("the verification loop", self._serve())
         self._ending.push_async_callback(self._leave)
 
     async def _serve(self) -> None:
@@ -314,7 +319,7 @@ class DraftDeployment(_ReplicaDeployment):
         self._report = DraftReport()  # latest report to the autoscaling policy
         self._mirror = RayMirror(self._families)
         self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
-        self._work = asyncio.create_task(run_logged("the drafting loop", self._drafter.run()))
+        self._start_work("the drafting loop", self._drafter.run())
         self._recorder = started.recorder
         if started.recorder is not None:
             self._ending.push_async_callback(asyncio.to_thread, started.recorder.end)
@@ -405,7 +410,7 @@ class TrainerDeployment(_ReplicaDeployment):
         self._timeline = Timeline(time.monotonic)
         self._trainer = await self._on_thread(partial(start_trainer, config, self._is_stopping))
         self._mirror = RayMirror(self._families)
-        self._work = asyncio.create_task(run_logged("the training loop", self._train()))
+        self._start_work("the training loop", self._train())
         self._ending.push_async_callback(self._stop_training)
 
     async def _on_thread(self, work: Callable[[], Result]) -> Result:
@@ -512,7 +517,7 @@ class RouterDeployment(_ReplicaDeployment):
         at = config.server.admin
         if at.port:
             self._ending.push_async_callback(AdminAddress(self._api, at.host, at.port).close)
-        self._work = asyncio.create_task(run_logged("the router's membership loop", self._router.run()))
+        self._start_work("the router's membership loop", self._router.run())
         following = self._watch_removal(config.server.drain_s)
         self._stop_watch = asyncio.create_task(run_logged("the watch for this router's own stop", following))
         self._ending.push_async_callback(self._stop_working)

@@ -1,5 +1,6 @@
 """CPU cores, threads, priority and device of a model's process."""
 
+import gc
 import os
 from collections.abc import Collection
 
@@ -19,6 +20,12 @@ def use_cpu(resources: Resources) -> None:
     """Applies the configured cores and thread count to this process."""
     run_on(resources.cpu_affinity)
     torch.set_num_threads(resources.threads)
+
+
+def freeze_heap() -> None:
+    """Exempts all present objects from garbage collection, since they live as long as the started process."""
+    gc.collect()
+    gc.freeze()
 
 
 def compute_in_background() -> None:

@@ -34,7 +34,7 @@ from actors.compute.hidden_states import CaptureSpec, StateCapture, StateProject
 from actors.compute.kv_cache import InputRow
 from actors.engine.executor import StepExecutor, within
 from actors.engine.memory import page_count, page_size_warning, state_bytes
-from actors.engine.process import device_of, use_cpu
+from actors.engine.process import device_of, freeze_heap, use_cpu
 from actors.engine.runner import ModelRunner, Runner, profile_steps
 from actors.engine.step_codec import StepDecoder, StepEncoder
 from actors.engine.step_socket import StepCaller, StepListener
@@ -284,6 +284,7 @@ class Rank:
     def follow(self) -> None:
         """Runs the leader's forwards on a follower until the leader exits."""
         assert self._runner is not None, "allocate first"
+        freeze_heap()
         while True:
             rows, copies, moves = from_tensor(receive_step(self._group, self._device))
             self._runner.forward(rows, copies, moves=moves)
@@ -301,6 +302,7 @@ class Rank:
         assert self._executor is not None, "allocate first"
         assert self._listener is not None, "listen first"
         assert self._grammar_listener is not None, "listen first"
+        freeze_heap()
         executor = self._executor
         steps = StepDecoder()
 
