@@ -24,6 +24,8 @@ Json = dict[str, Any]
 DRAFT = "SLIPSTREAM_DRAFT_SECTION"  # section for drafters
 SERVER = "SLIPSTREAM_SERVER_SECTION"  # section for routers
 ROUTER_OPTIONS = {"num_cpus": 0.1}
+CPUS_PER_ROUTER = 8  # cores beside a router, for the models and proxies that it keeps busy
+MAX_DEFAULT_ROUTERS = 4
 ROUTER_SHUTDOWN_S = 5  # seconds after `server.drain_s` to fail the remaining requests
 DRAFTERS_ONLY = "set for drafters only"  # replaces the draft model for other deployments
 SMALLEST_MIXED_POOL = {"max": 2}  # replaces the bounds of a mixed pool, whose minimum size is 2
@@ -84,6 +86,14 @@ def router_sizes(server: ServerConfig) -> Json:
         "max_queued_requests": server.max_requests,
         "graceful_shutdown_timeout_s": server.drain_s + ROUTER_SHUTDOWN_S,
     }
+
+
+def with_default_routers(config: SlipstreamConfig, cpus: float) -> SlipstreamConfig:
+    """Sets an omitted `server.routers` from the CPUs of the cluster."""
+    if "routers" in config.server.model_fields_set:
+        return config
+    routers = min(max(1, int(cpus / CPUS_PER_ROUTER)), MAX_DEFAULT_ROUTERS)
+    return config.model_copy(update={"server": config.server.model_copy(update={"routers": routers})})
 
 
 def _placement(draft: DraftPool) -> Json:

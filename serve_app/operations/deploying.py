@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, ServeApplicationSchema, ServeDeploySchema
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError, ModelError, SlipstreamError
-from serve_app.serve_manifest import application
+from serve_app.serve_manifest import application, with_default_routers
 
 POLL_S = 0.5
 ERROR_NAME = re.compile(r"\bcluster\.errors\.(\w+): ")  # name of an error in a replica's traceback
@@ -31,12 +32,13 @@ class StartError(SlipstreamError):
 
 
 def deploy(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> None:
-    """Deploys the application and waits until it runs.
+    """Deploys the application and waits until it runs; without `server.routers`, cluster size sets their number.
 
     Raises a replica's ModelError or ConfigError immediately, since Serve's retries would fail in the same way. For
     other failures, raises StartError with the cause after Serve has given up.
     """
-    ours = application_schema(config, name, route_prefix)
+    cpus = ray.cluster_resources().get("CPU", 0)
+    ours = application_schema(with_default_routers(config, cpus), name, route_prefix)
     earlier = _messages(name)
     _apply([*_others(name), ours])
     _wait_until_running(name, earlier)

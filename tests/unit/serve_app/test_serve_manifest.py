@@ -11,7 +11,7 @@ from cluster.config import validated
 from cluster.errors import ConfigError
 from serve_app.cli.main import app
 from serve_app.operations.deploying import application_schema
-from serve_app.serve_manifest import deploy_file
+from serve_app.serve_manifest import deploy_file, with_default_routers
 
 CONFIG = """
 model: {target: owner/target}
@@ -36,6 +36,14 @@ def test_the_printed_file_equals_what_up_deploys(tmp_path: Path) -> None:
         30,
     )
     assert schema.proxy_location == "EveryNode"
+
+
+@pytest.mark.parametrize(("cpus", "routers"), [(0, 1), (2, 1), (15.5, 1), (16, 2), (33, 4), (512, 4)])
+def test_the_number_of_routers_follows_the_cluster_unless_configured(cpus: float, routers: int) -> None:
+    config = validated(yaml.safe_load(CONFIG))
+    assert with_default_routers(config, cpus).server.routers == routers
+    configured = validated(yaml.safe_load(CONFIG.replace("insecure", "routers: 1, insecure")))
+    assert with_default_routers(configured, cpus).server.routers == 1
 
 
 def test_a_public_address_without_keys_is_refused(tmp_path: Path) -> None:
