@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
+import uvloop
 
 from actors.drafter import Drafter
 from actors.net import streams
@@ -213,6 +214,7 @@ def main(role: str, core: str = "") -> None:
             print(json.dumps((began_s, time.perf_counter())), flush=True)
     else:
         os.sched_setaffinity(0, {int(core)})
+        uvloop.install()  # as Ray does in its workers
         asyncio.run(serve_until_input_ends(role))
 
 
