@@ -1,9 +1,10 @@
 """Drafter: a drafting loop that connects the scheduler, a drafting method, and the streams to routers and targets.
 
-`run` repeatedly takes a pass from the scheduler. A pass drafts for all sessions that request a block, on the drafting
-thread, and sends the blocks directly to their targets. Without requests, it drafts ahead of verdicts. Routers open and
-close sessions over their own streams; the drafter dials the targets named by these sessions. This module is independent
-of Ray and of the drafting method.
+A pass drafts for all sessions that request a block, on the drafting thread, and sends the blocks directly to their
+targets. Without requests, it drafts ahead of verdicts. A received frame starts the next pass itself if none is running,
+and the end of a pass sends its blocks and starts the next one: from verdict to block, the work changes threads twice.
+Routers open and close sessions over their own streams; the drafter dials the targets named by these sessions. This
+module is independent of Ray and of the drafting method.
 """
 
 import asyncio
@@ -13,9 +14,8 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 
 from actors.net.credentials import Credentials, NoCredentials
 from actors.net.streams import Link, Outbox
@@ -104,7 +104,11 @@ class Drafter:
         self._routers: dict[str, Outbox] = {}  # by stream
         self._targets: dict[str, Link] = {}  # by address
         self._feeds: dict[str, Link] = {}  # streams of hidden states by name, for methods that read them
-        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None  # None: not running
+        self._failure: asyncio.Future[None] | None = None  # ends with the exception of a failed pass
+        self._closing: set[asyncio.Task[None]] = set()  # links being closed
+        self._pass: DraftingPass | None = None  # the pass on the drafting thread
+        self._pass_began_s = 0.0
         self._left = asyncio.Event()  # set once all sessions have left a draining drafter
         self._interrupt = threading.Event()  # set to interrupt drafting ahead
         self._streams = 0
@@ -112,51 +116,89 @@ class Drafter:
     # ------------------------------------------------------------ the loop
 
     async def run(self) -> None:
-        """Drafts until cancelled."""
-        limit = self._limits.max_sessions
-        while True:
+        """Drafts until cancelled; raises the exception of a failed pass."""
+        self._loop = asyncio.get_running_loop()
+        self._failure = self._loop.create_future()
+        self._start_pass()
+        try:
+            await self._failure
+        finally:
+            self._loop = None
+
+    def _start_pass(self) -> None:
+        """Hands the next pass to the drafting thread, unless one is running or nothing is due."""
+        if self._loop is None or self._pass is not None:
+            return
+        try:
+            limit = self._limits.max_sessions
             drafting = self.scheduler.next_pass(limit, limit)
-            if drafting.is_empty:
-                if self.scheduler.has_left:
-                    self._left.set()
-                self._changed.clear()
-                await self._changed.wait()
-                continue
-            self.timing = self.timing.without(tuple(drafting.updates.closed))
-            self._queue_proposals(await self._make(drafting))
-            if drafting.updates.closed:
-                await self._drop_unused_targets()
-            await asyncio.sleep(0)  # yields, so that blocks are sent and received messages are handled
+            if not drafting.is_empty:
+                self._begin(drafting, self._loop)
+            elif self.scheduler.has_left:
+                self._left.set()
+        except Exception as error:  # noqa: BLE001 - `run` raises it
+            self._fail(error)
 
-    async def _make(self, drafting: DraftingPass) -> list[Proposal]:
-        """Runs one pass on the drafting thread."""
-        loop = asyncio.get_running_loop()
-
+    def _begin(self, drafting: DraftingPass, loop: asyncio.AbstractEventLoop) -> None:
         def early(proposals: list[Proposal]) -> None:
             loop.call_soon_threadsafe(self._queue_proposals, proposals)
 
-        names = drafting.sessions
-        began = self._clock()
-        if names:
+        def ended(proposals: Future[list[Proposal]]) -> None:
+            loop.call_soon_threadsafe(self._end_pass, drafting, proposals)
+
+        if drafting.updates.closed:
+            self.timing = self.timing.without(tuple(drafting.updates.closed))
+        if names := drafting.sessions:
             kind = "draft ahead" if drafting.lookahead else "draft"
             self.timeline.record(kind, *names)
             self._tracer.marked(kind, names)
         self._interrupt.clear()
-        make = partial(make_pass, self._method, drafting, self._interrupt.is_set, early)
         self._progress.begin_task(self._expected_s(drafting), self._working_clock())
-        proposals = await loop.run_in_executor(self._thread, make)
+        self._pass = drafting
+        self._pass_began_s = self._clock()
+        pending = self._thread.submit(make_pass, self._method, drafting, self._interrupt.is_set, early)
+        pending.add_done_callback(ended)
+
+    def _end_pass(self, drafting: DraftingPass, made: Future[list[Proposal]]) -> None:
+        """Sends the blocks of a pass, and starts the next one; requested blocks are written first."""
+        self._pass = None
         self._progress.end_task()
-        if names:
+        if self._loop is None:
+            return
+        took_s = self._clock() - self._pass_began_s
+        if names := drafting.sessions:
             self.timeline.record("drafted", *names)
-        took_s = self._clock() - began
+        try:
+            proposals = made.result()
+            self._queue_proposals(proposals)
+        except Exception as error:  # noqa: BLE001 - `run` raises it
+            self._fail(error)
+        else:
+            if drafting.requests:
+                self._loop.call_soon(self._after_pass, drafting, proposals, took_s)
+            else:
+                self._after_pass(drafting, proposals, took_s)
+
+    def _after_pass(self, drafting: DraftingPass, proposals: list[Proposal], took_s: float) -> None:
+        self._record_pass(drafting, proposals, took_s)
+        if drafting.updates.closed:
+            self._drop_unused_targets()
+        self._start_pass()
+
+    def _record_pass(self, drafting: DraftingPass, proposals: list[Proposal], took_s: float) -> None:
+        names = drafting.sessions
         if names:
             self.pass_s["ahead" if drafting.lookahead else "asked"] += took_s
         if drafting.requests:
-            longest = max((len(proposal.tokens) for proposal in proposals), default=0)
+            longest = max([len(proposal.tokens) for proposal in proposals], default=0)
             self._reporter.record_pass(len(names), longest, took_s)
             if not all(proposal.is_at_once for proposal in proposals):
                 self.timing = self.timing.after(names, longest, took_s)
-        return proposals
+
+    def _fail(self, error: Exception) -> None:
+        """Ends `run` with the error."""
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
 
     async def exchange(
         self, exchange: Callable[[], object], version: int, published_acceptance: float | None = None
@@ -177,7 +219,7 @@ class Drafter:
     async def leave(self, within_s: float) -> None:
         """Refuses new sessions; drafts for open ones until routers have moved them, for at most `within_s` seconds."""
         self._send(self.scheduler.leave())
-        self._changed.set()
+        self._start_pass()
         try:
             async with asyncio.timeout(within_s):
                 await self._left.wait()
@@ -189,9 +231,10 @@ class Drafter:
         measurements.
         """
         cost = self.timing.cost
-        requests: list[DraftRequest | LookaheadRequest] = [*drafting.requests, *drafting.lookahead]
-        longest = max((request.max_tokens for request in requests), default=0)
-        unread = sum(request.base_len for request in requests if request.session not in self.timing.read)
+        requests: tuple[DraftRequest | LookaheadRequest, ...] = drafting.requests or drafting.lookahead
+        longest = max([request.max_tokens for request in requests], default=0)
+        read = self.timing.read
+        unread = sum([request.base_len for request in requests if request.session not in read])
         read_s = cost.forward.seconds(unread, unread) if unread else 0.0
         return cost.seconds(len(requests), longest) + read_s or None
 
@@ -200,6 +243,7 @@ class Drafter:
             await link.close()
         self._targets.clear()
         self._feeds.clear()
+        await asyncio.gather(*self._closing)
         self._thread.shutdown(wait=self.stuck_s is None)  # a stuck pass may never end
 
     def _queue_proposals(self, proposals: list[Proposal]) -> None:
@@ -232,21 +276,26 @@ class Drafter:
     def receive(self, peer: str, frame: Decoded) -> None:
         """Handles messages that arrived together from a router (by stream) or a target (by address)."""
         self._count_malformed(peer, frame)
+        now = self._clock()
+        if decided := [message.session for message in frame.messages if isinstance(message, Verdict)]:
+            self.timeline.record("verdict", *decided)
         for message in frame.messages:
-            if isinstance(message, Verdict):
-                self.timeline.record("verdict", message.session)
             self._tracer.on_received(peer, message)
-            sends = self.scheduler.receive(peer, message, self._clock())
+            sends = self.scheduler.receive(peer, message, now)
             if isinstance(message, Open) and message.target_address in self.scheduler.targets:
                 self._dial(message.target_address)
-            self._send(sends)
-        self._wake()
+            if sends:
+                self._send(sends)
+        if self._pass is None:
+            self._start_pass()
+        elif self.scheduler.has_requests or self.scheduler.is_lookahead_stale:
+            self._interrupt.set()
 
     def router_down(self, stream: str) -> None:
         self.scheduler.gone(stream)
         self._tracer.gone(stream)
         del self._routers[stream]
-        self._changed.set()
+        self._start_pass()
 
     def _count_malformed(self, peer: str, frame: Decoded) -> None:
         for item in frame.malformed:
@@ -289,29 +338,23 @@ class Drafter:
             on_down=lambda: None,
         )
 
-    async def _drop_unused_targets(self) -> None:
-        while unused := self._targets.keys() - self.scheduler.targets:  # recomputed: sessions may open during a close
-            address = unused.pop()
-            links = [self._targets.pop(address), self._feeds.pop(states_stream(address), None)]
-            for link in links:
+    def _drop_unused_targets(self) -> None:
+        for address in self._targets.keys() - self.scheduler.targets:
+            for link in (self._targets.pop(address), self._feeds.pop(states_stream(address), None)):
                 if link is not None:
-                    await link.close()
+                    closing = asyncio.create_task(link.close())
+                    self._closing.add(closing)
+                    closing.add_done_callback(self._closing.discard)
 
     def _target_up(self, address: str) -> None:
         self._send(self.scheduler.connected(address))
-        self._changed.set()
+        self._start_pass()
 
     def _feed_up(self, address: str) -> None:
         """Handles a new stream for hidden states: requests again what the previous stream may have lost."""
         target = self._targets.get(address)
         if target is not None and target.is_up:
             self._target_up(address)
-
-    def _wake(self) -> None:
-        """Wakes the loop after a message; interrupts drafting ahead for requests or if a verdict made it stale."""
-        self._changed.set()
-        if self.scheduler.has_requests or self.scheduler.is_lookahead_stale:
-            self._interrupt.set()
 
     # ------------------------------------------------------------ inspection
 

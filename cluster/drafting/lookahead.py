@@ -98,7 +98,7 @@ class DraftTiming:
         expected_s = self.profile.seconds(len(sessions), tokens)
         is_decoding = self.read.issuperset(sessions)
         pace = pace_after(self.pace, seconds / expected_s) if is_decoding and tokens and expected_s else self.pace
-        return replace(self, pace=pace, read=self.read | frozenset(sessions))
+        return replace(self, pace=pace, read=self.read if is_decoding else self.read | frozenset(sessions))
 
     def without(self, sessions: Collection[str]) -> "DraftTiming":
         """Returns the timing without these sessions, which have ended or must feed their prompts again."""

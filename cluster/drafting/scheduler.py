@@ -51,12 +51,13 @@ class DraftScheduler:
 
         Refuses an Open for another router's session or with an unknown target.
         """
-        if isinstance(message, Open) and self._is_owned_by_another(peer, message.session):
-            self.refusals.note(peer, "an Open of another router's session", message.session)
-            return [(peer, ownership_refusal(message))]
-        if isinstance(message, Open) and not self._is_known(message.target_address):
-            self.refusals.note(peer, "an Open with an unknown target", message.target_address)
-            return [(peer, _not_known(message))]
+        if isinstance(message, Open):
+            if self._is_owned_by_another(peer, message.session):
+                self.refusals.note(peer, "an Open of another router's session", message.session)
+                return [(peer, ownership_refusal(message))]
+            if not self._is_known(message.target_address):
+                self.refusals.note(peer, "an Open with an unknown target", message.target_address)
+                return [(peer, _not_known(message))]
         return self.sessions.receive(peer, message, now)
 
     def connected(self, target: str) -> list[Send]:

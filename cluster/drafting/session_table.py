@@ -143,10 +143,10 @@ class SessionTable:
         match message:
             case Verdict():
                 return self._verdict(peer, message, now)
-            case States():
-                return self._on_states(peer, message)
             case DraftRequest():
                 return self._draft_request(peer, message)
+            case States():
+                return self._on_states(peer, message)
             case Open():
                 return self._open(peer, message)
             case Close():
@@ -269,7 +269,7 @@ class SessionTable:
         if session.step_began_s is not None:
             interval = self._step_interval(session.target)
             self._step_intervals[session.target] = interval.after(now - session.step_began_s)
-        if session.first is not None and tokens and session.is_counted:
+        if session.first is not None and not self.load_check.is_over and tokens and session.is_counted:
             self._note_first(*session.first, tokens[0])
         guessed = bool(session.guesses)
         hit = session.extend(tokens, now)
@@ -281,9 +281,8 @@ class SessionTable:
 
     def _note_first(self, drafted: int, confidence: float, decided: int) -> None:
         """Updates the load check with a block's first token; it counts as accepted if it equals the decided token."""
-        was_over = self.load_check.is_over
         self.load_check = self.load_check.after(confidence, drafted == decided)
-        if self.load_check.warning is not None and not was_over:
+        if self.load_check.warning is not None:
             log.warning("low acceptance of this drafter: %s", self.load_check.warning)
 
     def _draft_request(self, target: str, request: DraftRequest) -> list[Send]:

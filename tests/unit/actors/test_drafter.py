@@ -252,6 +252,24 @@ async def test_a_pass_that_brings_no_block_sends_none():
         assert {event.name for event in drafter.timeline.events()} == {"draft", "drafted"}
 
 
+class FailingMethod(OneToken):
+    """Method whose passes fail."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        raise MemoryError("no pages left")
+
+
+async def test_a_failed_pass_ends_the_loop_with_its_error():
+    drafter = a_drafter(FailingMethod())
+    loop = asyncio.create_task(drafter.run())
+    stream, _ = drafter.router_up(Hello("router", "v", "m"))
+    await asyncio.sleep(0)
+    drafter.receive(stream, Decoded((to_open("a"),)))
+    with pytest.raises(MemoryError, match="no pages left"):
+        await asyncio.wait_for(loop, 10)
+    await drafter.close()
+
+
 async def test_a_request_interrupts_drafting_ahead_and_nothing_else_does():
     method = EndlessMethod()
     drafter = a_drafter(method, draft_ahead=True)
