@@ -161,7 +161,6 @@ class Drafter:
 
     def _end_pass(self, drafting: DraftingPass, made: Future[list[Proposal]]) -> None:
         """Sends the blocks of a pass, and starts the next one; requested blocks are written first."""
-        self._pass = None
         self._progress.end_task()
         if self._loop is None:
             return
@@ -183,6 +182,7 @@ class Drafter:
         self._record_pass(drafting, proposals, took_s)
         if drafting.updates.closed:
             self._drop_unused_targets()
+        self._pass = None
         self._start_pass()
 
     def _record_pass(self, drafting: DraftingPass, proposals: list[Proposal], took_s: float) -> None:
