@@ -347,7 +347,7 @@ def at_router(sent: Sequence[Sent]) -> None:
         frame = item.decoded()
         if frame is not None:
             for message in frame.messages:
-                keep(assignments.receive(HOSTILE, message, 0.0))
+                keep(assignments.receive(HOSTILE, [message], 0.0))
                 audits.receive(HOSTILE, message, 0.0)
             for bad in frame.malformed:
                 keep(assignments.unreadable(HOSTILE, bad.session, bad.attempt, 0.0))
@@ -358,7 +358,7 @@ def at_router(sent: Sequence[Sent]) -> None:
             assignments.targets.up(HOSTILE)
         if len(prefix) < 3 + TOKENS - 1:
             token = number % 7
-            keep(assignments.receive(TARGET, Verdict(HONEST, 1, len(prefix), prefix.hash, (token,), 0, 0), 0.0))
+            keep(assignments.receive(TARGET, [Verdict(HONEST, 1, len(prefix), prefix.hash, (token,), 0, 0)], 0.0))
             prefix.extend((token,))
             decided.append(token)
     assert [token for event in events if isinstance(event, CommittedTokens) for token in event.tokens] == decided

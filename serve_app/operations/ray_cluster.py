@@ -154,7 +154,14 @@ def cost_model(
     draft = sorted(passes, key=_one_token_s)[len(passes) // 2]
     all_spans = spans(actors)
     target = target.plus(_between_steps_s(all_spans))
-    costs = CostModel(target=target, draft=draft, non_speculative=non_speculative, acceptance=_acceptance(targets))
+    costs = CostModel(
+        target=target,
+        draft=draft,
+        non_speculative=non_speculative,
+        acceptance=_acceptance(targets),
+        host_step_s=0.0,  # part of the measured steps
+        host_row_s=0.0,
+    )
     hops = [span.ended_s - span.began_s for span in all_spans if span.name in HOPS]
     return costs.model_copy(update={"hop_s": max(0.0, median(hops))}) if hops else costs
 
