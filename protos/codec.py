@@ -1,16 +1,21 @@
-"""Packs domain messages into protobuf frames and unpacks them; `to_pb` and `from_pb` convert the individual messages.
+"""Packs domain messages into protobuf frames and unpacks them; `to_pb` and `from_pb` convert the messages.
 
-A malformed message is returned as `Malformed`; the other messages of its frame are decoded as usual.
+The messages of every step are sent as columns: a frame contains, for example, all its verdicts as one `pb.Verdicts`,
+whose repeated fields have one entry per verdict. A malformed message is returned as `Malformed`; the other messages of
+its frame are decoded as usual.
+
+Rows contain session names. Slots agreed per stream were measured instead: with 64 verdicts in a frame and names of 32
+characters, they save 33 of 60 bytes a row, but no time (.90 us a row with names and .93 us with slots, for encoding and
+decoding), and both sides would need state per stream.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message as ProtoMessage
 
-from protos.draft_tree import DraftTree
-from protos.from_pb import FROM_PB, require
+from protos.from_pb import COLUMNS_FROM_PB, FROM_PB, require
 from protos.messages import (
     Attach,
     Block,
@@ -32,7 +37,7 @@ from protos.messages import (
     Verdict,
     Welcome,
 )
-from protos.to_pb import TO_PB
+from protos.to_pb import COLUMNS, TO_PB
 
 FrameT = TypeVar("FrameT", bound=ProtoMessage)
 
@@ -81,30 +86,37 @@ def encode(frame_type: type[FrameT], messages: Frame) -> FrameT:
     Raises KeyError if no frame carries the message type, and ValueError if this frame type has no field for it. Both
     errors indicate a bug in the sender.
     """
-    fields: dict[str, Any] = {}
+    groups: dict[type, list[Message]] = {}
     for message in messages:
-        name = _FIELD[type(message)]
-        value = TO_PB[type(message)](message)
-        if name in ("hello", "welcome", "leaving"):
-            fields[name] = value
+        kind = type(message)
+        if kind in groups:
+            groups[kind].append(message)
         else:
-            fields.setdefault(name, []).append(value)
+            groups[kind] = [message]
+    fields: dict[str, Any] = {}
+    for kind, group in groups.items():
+        name = _FIELD[kind]
+        if kind in COLUMNS:
+            fields[name] = COLUMNS[kind](group)
+        elif name in ("hello", "welcome", "leaving"):
+            fields[name] = TO_PB[kind](group[-1])
+        else:
+            fields[name] = [TO_PB[kind](message) for message in group]
     return frame_type(**fields)
+
+
+_OVERHEAD_BYTES = 256  # more than the fixed-size fields and the names of a message
 
 
 def encoded_bytes(message: Message) -> int:
     """Returns the approximate encoded size of a message, in bytes."""
-    if isinstance(message, Block):
-        return 256 + _tree_bytes(message.tree)
-    if isinstance(message, States):
-        return 256 + len(message.rows)
-    size = 256 + 4 * len(getattr(message, "tokens", ()))
-    if isinstance(message, Open):
-        own = 4 * len(message.stop_ids) + len(message.cache_salt.encode()) + len(message.grammar.encode())
-        return size + own + _rules_bytes(message.rules)
-    if isinstance(message, Verdict):
-        return size + _scores_bytes(message.scores) + _scores_bytes(message.prompt_scores)
-    return size
+    variable_part = _VARIABLE_BYTES.get(type(message))
+    return _OVERHEAD_BYTES + (variable_part(message) if variable_part is not None else 0)
+
+
+def _open_bytes(request: Open) -> int:
+    ids = len(request.tokens) + len(request.stop_ids)
+    return 4 * ids + len(request.cache_salt.encode()) + len(request.grammar.encode()) + _rules_bytes(request.rules)
 
 
 def _rules_bytes(rules: TokenRules) -> int:
@@ -112,21 +124,57 @@ def _rules_bytes(rules: TokenRules) -> int:
     return 12 * len(rules.logit_bias) + 4 * len(rules.allowed) + words
 
 
+def _verdict_bytes(verdict: Verdict) -> int:
+    tokens = 4 * (len(verdict.tokens) + len(verdict.rejected))
+    if not (verdict.scores or verdict.prompt_scores):
+        return tokens
+    return tokens + _scores_bytes(verdict.scores) + _scores_bytes(verdict.prompt_scores)
+
+
 def _scores_bytes(scores: Sequence[TokenScore]) -> int:
     return 8 * len(scores) * (1 + len(scores[0].top_ids)) if scores else 0
 
 
-def _tree_bytes(tree: DraftTree) -> int:
-    parents = 0 if tree.is_chain else len(tree)
-    sparse = 6 * len(tree) * len(tree.probs.token_ids[0]) if tree.probs else 0
-    return 4 * len(tree) + parents + sparse
+def _block_bytes(block: Block) -> int:
+    tree = block.tree
+    size = len(tree.tokens)
+    parents = 0 if tree.is_chain else size
+    sparse = 6 * size * len(tree.probs.token_ids[0]) if tree.probs else 0
+    return 4 * size + parents + sparse
+
+
+_VARIABLE_BYTES: dict[type, Callable[[Any], int]] = {
+    Open: _open_bytes,
+    Block: _block_bytes,
+    Verdict: _verdict_bytes,
+    States: lambda states: len(states.rows),
+}
+
+
+def message_count(frame: ProtoMessage) -> int:
+    """Returns the number of messages in a frame, apart from a greeting and a Leaving."""
+    count = 0
+    for descriptor, value in frame.ListFields():
+        if descriptor.is_repeated:
+            count += len(value)
+        elif type(value) in COLUMNS_FROM_PB:
+            count += len(value.sessions)
+    return count
 
 
 def decode(frame: ProtoMessage) -> Decoded:
-    """Unpacks a frame; returns malformed messages separately and never raises for them."""
+    """Unpacks a frame; returns malformed messages separately and never raises for them.
+
+    If columns do not form rows, all messages in them are malformed.
+    """
     messages: list[Message] = []
     malformed: list[Malformed] = []
     for descriptor, value in frame.ListFields():
+        if type(value) in COLUMNS_FROM_PB:
+            found, faults = _from_columns(value)
+            messages += found
+            malformed += faults
+            continue
         for item in value if descriptor.is_repeated else (value,):
             try:
                 require(getattr(item, "session", None) != "", "session is empty")
@@ -137,3 +185,23 @@ def decode(frame: ProtoMessage) -> Decoded:
                 attempt = getattr(item, "attempt", 0)
                 malformed.append(Malformed(kind, session, attempt, str(error)))
     return Decoded(tuple(messages), tuple(malformed))
+
+
+def _from_columns(columns: Any) -> tuple[list[Message], list[Malformed]]:
+    kind, convert = COLUMNS_FROM_PB[type(columns)]
+    try:
+        messages, faults = convert(columns)
+    except ValueError as error:
+        rows = max(1, len(columns.sessions))
+        messages, faults = [], dict.fromkeys(range(rows), str(error))
+    malformed = [
+        Malformed(kind.__name__, _entry(columns, "sessions", row) or "", _entry(columns, "attempts", row) or 0, why)
+        for row, why in faults.items()
+    ]
+    return messages, malformed
+
+
+def _entry(columns: Any, name: str, row: int) -> Any:
+    """Returns an entry of a column, or None if the column or the entry is missing."""
+    column = getattr(columns, name, ())
+    return column[row] if row < len(column) else None

@@ -1,13 +1,15 @@
 """Converts protobuf messages to domain messages; raises ValueError for malformed input.
 
-Checks sizes and value ranges; checks that depend on session state are left to the receiver.
+Checks sizes and value ranges; checks that depend on session state are left to the receiver. In columns, a malformed row
+does not affect the others.
 """
 
 import math
 import re
 import struct
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -99,9 +101,8 @@ def _sparse_from_pb(probs: pb.SparseProbs, tokens: tuple[int, ...]) -> SparsePro
         bool(drawn.any(axis=1).all()),
         "draft_probs give a draft token probability zero; each draft token needs a positive weight",
     )
-    for row, row_weights in zip(ids, weights, strict=True):
-        used = row[row_weights > 0]
-        require(np.unique(used).size == used.size, "draft_probs list a token twice; token ids must be distinct")
+    used = np.sort(np.where(weights > 0, ids, -1 - np.arange(width)), axis=1)  # padding becomes distinct
+    require(bool((used[:, 1:] != used[:, :-1]).all()), "draft_probs list a token twice; token ids must be distinct")
     return SparseProbs(tuple(map(tuple, ids.tolist())), tuple(map(tuple, weights.tolist())))
 
 
@@ -243,15 +244,6 @@ def _tree_from(tokens: tuple[int, ...], parents: bytes) -> DraftTree:
     return DraftTree(tokens, tuple([parent - 1 for parent in parents]))
 
 
-def _block_from_pb(m: pb.Block) -> Block:
-    tokens = _int32_tuple(m.tokens, "tokens")
-    require(0 < len(tokens) <= MAX_BLOCK_TOKENS, f"block has {len(tokens)} tokens, expected 1..{MAX_BLOCK_TOKENS}")
-    probs = _sparse_from_pb(m.draft_probs, tokens) if m.HasField("draft_probs") else None
-    tree = _tree_from(tokens, m.parents) if m.parents else DraftTree.chain(tokens, probs)
-    require(tree.probs is probs, "block has both parents and draft_probs; send only one of them")
-    return Block(m.session, m.base_len, m.prefix_hash, tree)
-
-
 def _attach_from_pb(m: pb.Attach) -> Attach:
     states_from = m.states_from if m.HasField("states_from") else None
     require(
@@ -268,56 +260,6 @@ def _collapse_from_pb(m: pb.Collapse) -> Collapse:
     for name, share in (("usual", m.usual), ("latest", m.latest)):
         require(0.0 <= share <= 1.0, f"collapse.{name} is {share}, expected 0 to 1")
     return Collapse(m.usual, m.latest, m.is_resynced)
-
-
-def _verdict_from_pb(m: pb.Verdict) -> Verdict:
-    """Formats error messages only on failure, because verdicts are the most frequently decoded messages."""
-    tokens = _int32_tuple(m.tokens, "tokens")
-    decided = len(tokens)
-    if not decided:
-        raise ValueError("verdict has no tokens, expected at least one")
-    if m.accepted > m.drafted or m.accepted > decided:
-        raise ValueError(f"accepted is {m.accepted}, expected at most {min(m.drafted, decided)}")
-    rejected = _int32_tuple(m.rejected, "rejected")
-    if len(rejected) > m.drafted - m.accepted:
-        raise ValueError(f"rejected has {len(rejected)} tokens, expected at most {m.drafted - m.accepted}")
-    margin = m.margin if m.HasField("margin") else None
-    scores = _scores_from_pb(m.scores) if m.HasField("scores") else ()
-    if len(scores) not in (0, decided):
-        raise ValueError(f"verdict has {len(scores)} scores, expected 0 or {decided}")
-    if margin is not None and not 0 <= margin < math.inf:
-        raise ValueError(f"margin is {margin}, expected a finite number of 0 or more")
-    return Verdict(
-        session=m.session,
-        attempt=m.attempt,
-        base_len=m.base_len,
-        prefix_hash=m.prefix_hash,
-        tokens=tokens,
-        accepted=m.accepted,
-        drafted=m.drafted,
-        finish=Finish(m.finish),
-        answer=DraftAnswer(m.answer),
-        collapse=_collapse_from_pb(m.collapse) if m.HasField("collapse") else None,
-        margin=margin,
-        scores=scores,
-        prompt_scores=_scores_from_pb(m.prompt_scores) if m.HasField("prompt_scores") else (),
-        prefix_cached=m.prefix_cached,
-        rejected=rejected,
-    )
-
-
-def _draft_request_from_pb(m: pb.DraftRequest) -> DraftRequest:
-    require(0.0 <= m.least_chance <= 1.0, f"least_chance is {m.least_chance}, expected 0 to 1")
-    return DraftRequest(
-        session=m.session,
-        attempt=m.attempt,
-        base_len=m.base_len,
-        prefix_hash=m.prefix_hash,
-        max_tokens=min(m.max_tokens, MAX_BLOCK_TOKENS),
-        hold_step=m.hold_step,
-        least_chance=m.least_chance,
-        shape=Shape(m.shape),
-    )
 
 
 def _states_from_pb(m: pb.States) -> States:
@@ -339,14 +281,191 @@ FROM_PB: dict[type, Callable[[Any], Message]] = {
     pb.Open: _open_from_pb,
     pb.Close: _same_fields(Close),
     pb.Attach: _attach_from_pb,
-    pb.Block: _block_from_pb,
-    pb.NoDraft: _same_fields(NoDraft),
     pb.Detach: lambda m: Detach(m.session),
-    pb.Verdict: _verdict_from_pb,
     pb.States: _states_from_pb,
     pb.StatesAck: _same_fields(StatesAck),
-    pb.DraftRequest: _draft_request_from_pb,
     pb.Resync: _same_fields(Resync),
     pb.Refusal: _refusal_from_pb,
     pb.Leaving: lambda m: Leaving(),
 }
+"""Converters of single messages."""
+
+
+# ---------------------------------------------------------------- columns
+
+Rows = tuple[list[Message], dict[int, str]]
+"""Messages of the well-formed rows, in order, and the faults of the malformed ones by row."""
+
+_ADDRESS = ("base_lens", "prefix_hashes")
+_BLOCK_COLUMNS = attrgetter("sessions", *_ADDRESS, "token_counts")
+_NO_DRAFT_COLUMNS = attrgetter("sessions", *_ADDRESS)
+_VERDICT_COLUMNS = attrgetter(
+    *("sessions", "attempts", *_ADDRESS),
+    *("accepted", "drafted", "finishes", "answers", "prefix_cached", "token_counts"),
+)
+_DRAFT_REQUEST_COLUMNS = attrgetter(
+    *("sessions", "attempts", *_ADDRESS, "max_tokens", "hold_steps", "least_chances", "shapes")
+)
+_FINISHES = {int(finish): finish for finish in Finish}
+_ANSWERS = {int(answer): answer for answer in DraftAnswer}
+_SHAPES = {int(shape): shape for shape in Shape}
+
+
+def _columns(m: Any, names: Callable[[Any], tuple[Any, ...]]) -> list[list[Any]]:
+    """Returns the columns of a message; raises ValueError if they differ in length."""
+    columns = names(m)
+    if len(set(map(len, columns))) > 1:
+        raise ValueError(f"columns have {[*map(len, columns)]} entries, expected equally many")
+    return [column[:] for column in columns]
+
+
+def _token_rows(counts: Sequence[int], column: Sequence[int]) -> list[tuple[int, ...]]:
+    """Splits a column of tokens into rows of the given lengths."""
+    if sum(counts) != len(column):
+        raise ValueError(f"token_counts add up to {sum(counts)}, but there are {len(column)} tokens")
+    tokens = tuple(column[:])
+    return [tokens[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
+def _detail_rows(details: Sequence[Any], count: int) -> list[Any]:
+    """Returns the details of each of `count` rows; None if a row has none."""
+    rows: list[Any] = [None] * count
+    previous = -1
+    for detail in details:
+        if not previous < detail.row < count:
+            raise ValueError(f"details of row {detail.row} of {count} are out of order, or there is no such row")
+        previous = detail.row
+        rows[previous] = detail
+    return rows
+
+
+def _rows(convert: Callable[..., Message], columns: Sequence[Sequence[Any]]) -> Rows:
+    """Converts each row; the first column contains the sessions."""
+    messages = []
+    faults = {}
+    for row, values in enumerate(zip(*columns, strict=True)):
+        try:
+            if not values[0]:
+                raise ValueError("session is empty")
+            messages.append(convert(*values))
+        except ValueError as error:
+            faults[row] = str(error)
+    return messages, faults
+
+
+def _blocks_from_pb(m: pb.Blocks) -> Rows:
+    *columns, counts = _columns(m, _BLOCK_COLUMNS)
+    return _rows(_block, (*columns, _token_rows(counts, m.tokens), _detail_rows(m.details, len(counts))))
+
+
+def _block(
+    session: str, base_len: int, prefix_hash: int, tokens: tuple[int, ...], details: pb.BlockDetails | None
+) -> Block:
+    if not 0 < len(tokens) <= MAX_BLOCK_TOKENS:
+        raise ValueError(f"block has {len(tokens)} tokens, expected 1..{MAX_BLOCK_TOKENS}")
+    if min(tokens) < 0:
+        raise ValueError("tokens contains a negative token id")
+    if details is None:
+        return Block(session, base_len, prefix_hash, DraftTree.chain(tokens))
+    probs = _sparse_from_pb(details.draft_probs, tokens) if details.HasField("draft_probs") else None
+    tree = _tree_from(tokens, details.parents) if details.parents else DraftTree.chain(tokens, probs)
+    require(tree.probs is probs, "block has both parents and draft_probs; send only one of them")
+    return Block(session, base_len, prefix_hash, tree)
+
+
+def _no_drafts_from_pb(m: pb.NoDrafts) -> Rows:
+    return _rows(NoDraft, _columns(m, _NO_DRAFT_COLUMNS))
+
+
+def _verdicts_from_pb(m: pb.Verdicts) -> Rows:
+    *columns, counts = _columns(m, _VERDICT_COLUMNS)
+    return _rows(_verdict, (*columns, _token_rows(counts, m.tokens), _detail_rows(m.details, len(counts))))
+
+
+def _verdict(
+    session: str,
+    attempt: int,
+    base_len: int,
+    prefix_hash: int,
+    accepted: int,
+    drafted: int,
+    finish: int,
+    answer: int,
+    prefix_cached: int,
+    tokens: tuple[int, ...],
+    details: pb.VerdictDetails | None,
+) -> Verdict:
+    decided = len(tokens)
+    if not decided:
+        raise ValueError("verdict has no tokens, expected at least one")
+    if min(tokens) < 0:
+        raise ValueError("tokens contains a negative token id")
+    if accepted > drafted or accepted > decided:
+        raise ValueError(f"accepted is {accepted}, expected at most {min(drafted, decided)}")
+    if finish not in _FINISHES:
+        raise ValueError(f"{finish} is not a valid Finish")
+    if answer not in _ANSWERS:
+        raise ValueError(f"{answer} is not a valid DraftAnswer")
+    verdict = Verdict(
+        session,
+        attempt,
+        base_len,
+        prefix_hash,
+        tokens,
+        accepted,
+        drafted,
+        _FINISHES[finish],
+        _ANSWERS[answer],
+        prefix_cached=prefix_cached,
+    )
+    return verdict if details is None else replace(verdict, **_verdict_details(details, verdict))
+
+
+def _verdict_details(m: pb.VerdictDetails, verdict: Verdict) -> dict[str, Any]:
+    """Returns the rare fields of a verdict; the verdict contains the others."""
+    rejected = _int32_tuple(m.rejected, "rejected")
+    unaccepted = verdict.drafted - verdict.accepted
+    require(len(rejected) <= unaccepted, f"rejected has {len(rejected)} tokens, expected at most {unaccepted}")
+    margin = m.margin if m.HasField("margin") else None
+    require(margin is None or 0 <= margin < math.inf, f"margin is {margin}, expected a finite number of 0 or more")
+    scores = _scores_from_pb(m.scores) if m.HasField("scores") else ()
+    decided = len(verdict.tokens)
+    require(len(scores) in (0, decided), f"verdict has {len(scores)} scores, expected 0 or {decided}")
+    return {
+        "collapse": _collapse_from_pb(m.collapse) if m.HasField("collapse") else None,
+        "margin": margin,
+        "scores": scores,
+        "prompt_scores": _scores_from_pb(m.prompt_scores) if m.HasField("prompt_scores") else (),
+        "rejected": rejected,
+    }
+
+
+def _draft_requests_from_pb(m: pb.DraftRequests) -> Rows:
+    return _rows(_draft_request, _columns(m, _DRAFT_REQUEST_COLUMNS))
+
+
+def _draft_request(
+    session: str,
+    attempt: int,
+    base_len: int,
+    prefix_hash: int,
+    max_tokens: int,
+    hold_step: bool,
+    least_chance: float,
+    shape: int,
+) -> DraftRequest:
+    if not 0.0 <= least_chance <= 1.0:
+        raise ValueError(f"least_chance is {least_chance}, expected 0 to 1")
+    if shape not in _SHAPES:
+        raise ValueError(f"{shape} is not a valid Shape")
+    tokens = min(max_tokens, MAX_BLOCK_TOKENS)
+    return DraftRequest(session, attempt, base_len, prefix_hash, tokens, hold_step, least_chance, _SHAPES[shape])
+
+
+COLUMNS_FROM_PB: dict[type, tuple[type[Message], Callable[[Any], Rows]]] = {
+    pb.Blocks: (Block, _blocks_from_pb),
+    pb.NoDrafts: (NoDraft, _no_drafts_from_pb),
+    pb.Verdicts: (Verdict, _verdicts_from_pb),
+    pb.DraftRequests: (DraftRequest, _draft_requests_from_pb),
+}
+"""Message types sent as columns, and their converters, which raise ValueError if the columns do not form rows."""

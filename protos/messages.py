@@ -88,7 +88,7 @@ class StatesFormat:
         return max(1, MAX_STATES_BYTES // self.row_bytes)
 
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt takes 4 MiB; the blocks of 64 sessions take far less
 MAX_GRAMMAR_BYTES = 1 << 16
 PROOF_BYTES = 16  # size of an assignment token's proof

@@ -213,21 +213,31 @@ class SparseProbs(_message.Message):
     weights: bytes
     def __init__(self, width: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
-class Block(_message.Message):
-    __slots__ = ("session", "base_len", "prefix_hash", "tokens", "draft_probs", "parents")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+class Blocks(_message.Message):
+    __slots__ = ("sessions", "base_lens", "prefix_hashes", "token_counts", "tokens", "details")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedScalarFieldContainer[str]
+    base_lens: _containers.RepeatedScalarFieldContainer[int]
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[int]
+    token_counts: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    details: _containers.RepeatedCompositeFieldContainer[BlockDetails]
+    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., base_lens: _Optional[_Iterable[int]] = ..., prefix_hashes: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[BlockDetails, _Mapping]]] = ...) -> None: ...
+
+class BlockDetails(_message.Message):
+    __slots__ = ("row", "draft_probs", "parents")
+    ROW_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
-    session: str
-    base_len: int
-    prefix_hash: int
-    tokens: bytes
+    row: int
     draft_probs: SparseProbs
     parents: bytes
-    def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., draft_probs: _Optional[_Union[SparseProbs, _Mapping]] = ..., parents: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, row: _Optional[int] = ..., draft_probs: _Optional[_Union[SparseProbs, _Mapping]] = ..., parents: _Optional[bytes] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("session", "have_len", "have_hash", "states_from", "assignment_token", "states_by", "draft_version")
@@ -253,15 +263,15 @@ class Detach(_message.Message):
     session: str
     def __init__(self, session: _Optional[str] = ...) -> None: ...
 
-class NoDraft(_message.Message):
-    __slots__ = ("session", "base_len", "prefix_hash")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
-    session: str
-    base_len: int
-    prefix_hash: int
-    def __init__(self, session: _Optional[str] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ...) -> None: ...
+class NoDrafts(_message.Message):
+    __slots__ = ("sessions", "base_lens", "prefix_hashes")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedScalarFieldContainer[str]
+    base_lens: _containers.RepeatedScalarFieldContainer[int]
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., base_lens: _Optional[_Iterable[int]] = ..., prefix_hashes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Collapse(_message.Message):
     __slots__ = ("usual", "latest", "is_resynced")
@@ -285,59 +295,69 @@ class TokenScores(_message.Message):
     top_logprobs: bytes
     def __init__(self, logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
-class Verdict(_message.Message):
-    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "tokens", "accepted", "drafted", "finish", "answer", "collapse", "margin", "scores", "prompt_scores", "prefix_cached", "rejected")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+class Verdicts(_message.Message):
+    __slots__ = ("sessions", "attempts", "base_lens", "prefix_hashes", "token_counts", "tokens", "accepted", "drafted", "finishes", "answers", "prefix_cached", "details")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
-    FINISH_FIELD_NUMBER: _ClassVar[int]
-    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    FINISHES_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHED_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedScalarFieldContainer[str]
+    attempts: _containers.RepeatedScalarFieldContainer[int]
+    base_lens: _containers.RepeatedScalarFieldContainer[int]
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[int]
+    token_counts: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    accepted: _containers.RepeatedScalarFieldContainer[int]
+    drafted: _containers.RepeatedScalarFieldContainer[int]
+    finishes: _containers.RepeatedScalarFieldContainer[Finish]
+    answers: _containers.RepeatedScalarFieldContainer[DraftAnswer]
+    prefix_cached: _containers.RepeatedScalarFieldContainer[int]
+    details: _containers.RepeatedCompositeFieldContainer[VerdictDetails]
+    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., attempts: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., prefix_hashes: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., drafted: _Optional[_Iterable[int]] = ..., finishes: _Optional[_Iterable[_Union[Finish, str]]] = ..., answers: _Optional[_Iterable[_Union[DraftAnswer, str]]] = ..., prefix_cached: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[VerdictDetails, _Mapping]]] = ...) -> None: ...
+
+class VerdictDetails(_message.Message):
+    __slots__ = ("row", "collapse", "margin", "scores", "prompt_scores", "rejected")
+    ROW_FIELD_NUMBER: _ClassVar[int]
     COLLAPSE_FIELD_NUMBER: _ClassVar[int]
     MARGIN_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_CACHED_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
-    session: str
-    attempt: int
-    base_len: int
-    prefix_hash: int
-    tokens: bytes
-    accepted: int
-    drafted: int
-    finish: Finish
-    answer: DraftAnswer
+    row: int
     collapse: Collapse
     margin: float
     scores: TokenScores
     prompt_scores: TokenScores
-    prefix_cached: int
     rejected: bytes
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., tokens: _Optional[bytes] = ..., accepted: _Optional[int] = ..., drafted: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., answer: _Optional[_Union[DraftAnswer, str]] = ..., collapse: _Optional[_Union[Collapse, _Mapping]] = ..., margin: _Optional[float] = ..., scores: _Optional[_Union[TokenScores, _Mapping]] = ..., prompt_scores: _Optional[_Union[TokenScores, _Mapping]] = ..., prefix_cached: _Optional[int] = ..., rejected: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, row: _Optional[int] = ..., collapse: _Optional[_Union[Collapse, _Mapping]] = ..., margin: _Optional[float] = ..., scores: _Optional[_Union[TokenScores, _Mapping]] = ..., prompt_scores: _Optional[_Union[TokenScores, _Mapping]] = ..., rejected: _Optional[bytes] = ...) -> None: ...
 
-class DraftRequest(_message.Message):
-    __slots__ = ("session", "attempt", "base_len", "prefix_hash", "max_tokens", "hold_step", "least_chance", "shape")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+class DraftRequests(_message.Message):
+    __slots__ = ("sessions", "attempts", "base_lens", "prefix_hashes", "max_tokens", "hold_steps", "least_chances", "shapes")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    HOLD_STEP_FIELD_NUMBER: _ClassVar[int]
-    LEAST_CHANCE_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
-    session: str
-    attempt: int
-    base_len: int
-    prefix_hash: int
-    max_tokens: int
-    hold_step: bool
-    least_chance: float
-    shape: Shape
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., base_len: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., max_tokens: _Optional[int] = ..., hold_step: _Optional[bool] = ..., least_chance: _Optional[float] = ..., shape: _Optional[_Union[Shape, str]] = ...) -> None: ...
+    HOLD_STEPS_FIELD_NUMBER: _ClassVar[int]
+    LEAST_CHANCES_FIELD_NUMBER: _ClassVar[int]
+    SHAPES_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedScalarFieldContainer[str]
+    attempts: _containers.RepeatedScalarFieldContainer[int]
+    base_lens: _containers.RepeatedScalarFieldContainer[int]
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[int]
+    max_tokens: _containers.RepeatedScalarFieldContainer[int]
+    hold_steps: _containers.RepeatedScalarFieldContainer[bool]
+    least_chances: _containers.RepeatedScalarFieldContainer[float]
+    shapes: _containers.RepeatedScalarFieldContainer[Shape]
+    def __init__(self, sessions: _Optional[_Iterable[str]] = ..., attempts: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., prefix_hashes: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[_Iterable[int]] = ..., hold_steps: _Optional[_Iterable[bool]] = ..., least_chances: _Optional[_Iterable[float]] = ..., shapes: _Optional[_Iterable[_Union[Shape, str]]] = ...) -> None: ...
 
 class States(_message.Message):
     __slots__ = ("session", "first", "prefix_hash", "dtype", "width", "rows")
@@ -428,10 +448,10 @@ class TargetToRouter(_message.Message):
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
-    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    verdicts: Verdicts
     refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
     leaving: Leaving
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class DrafterToTarget(_message.Message):
     __slots__ = ("hello", "detaches", "attaches", "blocks", "no_drafts")
@@ -443,9 +463,9 @@ class DrafterToTarget(_message.Message):
     hello: Hello
     detaches: _containers.RepeatedCompositeFieldContainer[Detach]
     attaches: _containers.RepeatedCompositeFieldContainer[Attach]
-    blocks: _containers.RepeatedCompositeFieldContainer[Block]
-    no_drafts: _containers.RepeatedCompositeFieldContainer[NoDraft]
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., detaches: _Optional[_Iterable[_Union[Detach, _Mapping]]] = ..., attaches: _Optional[_Iterable[_Union[Attach, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., no_drafts: _Optional[_Iterable[_Union[NoDraft, _Mapping]]] = ...) -> None: ...
+    blocks: Blocks
+    no_drafts: NoDrafts
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., detaches: _Optional[_Iterable[_Union[Detach, _Mapping]]] = ..., attaches: _Optional[_Iterable[_Union[Attach, _Mapping]]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., no_drafts: _Optional[_Union[NoDrafts, _Mapping]] = ...) -> None: ...
 
 class TargetToDrafter(_message.Message):
     __slots__ = ("welcome", "verdicts", "states", "draft_requests", "resyncs")
@@ -455,11 +475,11 @@ class TargetToDrafter(_message.Message):
     DRAFT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RESYNCS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
-    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    verdicts: Verdicts
     states: _containers.RepeatedCompositeFieldContainer[States]
-    draft_requests: _containers.RepeatedCompositeFieldContainer[DraftRequest]
+    draft_requests: DraftRequests
     resyncs: _containers.RepeatedCompositeFieldContainer[Resync]
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., states: _Optional[_Iterable[_Union[States, _Mapping]]] = ..., draft_requests: _Optional[_Iterable[_Union[DraftRequest, _Mapping]]] = ..., resyncs: _Optional[_Iterable[_Union[Resync, _Mapping]]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., states: _Optional[_Iterable[_Union[States, _Mapping]]] = ..., draft_requests: _Optional[_Union[DraftRequests, _Mapping]] = ..., resyncs: _Optional[_Iterable[_Union[Resync, _Mapping]]] = ...) -> None: ...
 
 class DrafterToTargetStates(_message.Message):
     __slots__ = ("hello", "acks")

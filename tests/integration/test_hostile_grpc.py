@@ -94,7 +94,11 @@ async def greeted(c: Cluster, method: StreamMethod) -> AsyncIterator[Any]:
 # ---------------------------------------------------------------- greetings
 
 GREETINGS = {
-    "another protocol version": ([replace(HELLO, protocol_version=PROTOCOL_VERSION + 1)], "protocol version differs"),
+    "an older protocol version": (
+        [replace(HELLO, protocol_version=PROTOCOL_VERSION - 1)],
+        f"the peer has {PROTOCOL_VERSION - 1}, this side has {PROTOCOL_VERSION}; run the same release",
+    ),
+    "a newer protocol version": ([replace(HELLO, protocol_version=PROTOCOL_VERSION + 1)], "protocol version differs"),
     "another vocabulary": ([replace(HELLO, vocabulary="other")], "vocabulary differs: the caller has other"),
     "another target model": ([replace(HELLO, target_model="other")], "target model differs"),
     "no hello": ([], "must hold a Hello"),
@@ -193,18 +197,19 @@ async def open_verify_stream(target: TargetReplica, stream: Any, session: str) -
 
 
 async def test_invalid_and_stale_blocks_are_counted_and_dropped():
-    huge = encode(pb.DrafterToTarget, [Block("theirs", 2, 1, DraftTree.chain((1,) * 128))]).blocks[0]
-    huge.tokens *= 1000
-    nan_like = pb.SparseProbs(width=1, token_ids=b"\1\0\0\0", weights=b"\0\0")
-    malformed = [huge, pb.Block(session="theirs", base_len=2, tokens=b"\1\0\0\0", draft_probs=nan_like)]
+    impossible = SparseProbs(((1,),), ((0,),))
+    malformed = [
+        Block("theirs", 2, 1, DraftTree.chain((1,) * 128_000)),
+        Block("theirs", 2, 1, DraftTree.chain((1,), impossible)),
+    ]
     outside = SparseProbs(((1, VOCABULARY),), ((1, 1),))
     async with busy_cluster() as c, greeted(c, VERIFY) as stream:
         (target,) = c.targets.values()
         (running,) = target.scheduler.admission.running
         await open_verify_stream(target, stream, running)
         before = target.scheduler.counts.dropped.copy()
-        await stream.write(pb.DrafterToTarget(blocks=malformed))
         blocks = [
+            *malformed,
             Block("unknown", 2, 1, DraftTree.chain((1,))),
             Block(running, 2**32 - 1, 1, DraftTree.chain((1,))),
             Block(running, 3, 1, DraftTree.chain((VOCABULARY,))),
@@ -218,7 +223,7 @@ async def test_invalid_and_stale_blocks_are_counted_and_dropped():
         assert target.refused == {"Block": 2}
 
 
-async def test_a_session_leaves_a_target_with_malformed_verdicts(monkeypatch):
+async def test_a_session_leaves_a_target_with_malformed_verdicts(monkeypatch, caplog):
     """The router must also close the session at that target; the cluster asserts that nothing remains."""
     async with cluster(targets=2) as c:
         tokens: list[int] = []
@@ -229,11 +234,12 @@ async def test_a_session_leaves_a_target_with_malformed_verdicts(monkeypatch):
                 garbled = next(target for target in c.targets.values() if not target.is_idle)
                 alter(garbled, without_tokens, monkeypatch)
         assert tokens == plain_greedy((1, 2, 3), 100)
+    assert "malformed Verdict" in caplog.text
 
 
 def alter(target: TargetReplica, altered: Callable[[Message], list[Message]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces each message of this target after a step or a read of hidden states."""
-    for scheduler, name in ((target.scheduler, "apply"), (target.scheduler.feeds, "sent")):
+    for scheduler, name in ((target.scheduler, "settle"), (target.scheduler.feeds, "sent")):
         act = getattr(scheduler, name)
 
         def sends(*arguments: Any, act: Callable[..., list[Send]] = act) -> list[Send]:

@@ -1,7 +1,8 @@
-"""Messages round-trip through the codec, and a malformed message does not affect its neighbors."""
+"""Messages round-trip through the codec, and a malformed message or row does not affect its neighbors."""
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import speculation_pb2 as pb
-from protos.codec import Decoded, Malformed, decode, encode, encoded_bytes
+from protos.codec import Decoded, Malformed, decode, encode, encoded_bytes, message_count
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.from_pb import MAX_SPARSE_WIDTH
 from protos.messages import (
@@ -254,6 +255,10 @@ CHAIN = DraftTree.chain(tuple(range(100)))
 SIZED = {
     "a prompt": (pb.RouterToTarget, an_open(tokens=tuple(range(4000)), max_len=4001)),
     "a verdict": (pb.TargetToDrafter, Verdict("s", 1, 1, 0, tuple(range(4000)), 0, 0)),
+    "a verdict with rejected tokens": (
+        pb.TargetToRouter,
+        Verdict("s", 1, 1, 0, (1,), 0, 128, rejected=tuple(range(128))),
+    ),
     "rules": (
         pb.RouterToTarget,
         an_open(
@@ -307,19 +312,6 @@ def good_open() -> pb.Open:
     return encode(pb.RouterToTarget, [message]).opens[0]
 
 
-def good_block() -> pb.Block:
-    message = Block("good", 2, 7, DraftTree.chain((5, 6), SparseProbs(((5, 8), (6, 8)), ((1, 1), (1, 1)))))
-    return encode(pb.DrafterToTarget, [message]).blocks[0]
-
-
-def good_verdict() -> pb.Verdict:
-    return encode(pb.TargetToRouter, [Verdict("good", 1, 2, 7, (5, 6), 1, 4)]).verdicts[0]
-
-
-def good_draft_request() -> pb.DraftRequest:
-    return encode(pb.TargetToDrafter, [DraftRequest("good", 1, 2, 7)]).draft_requests[0]
-
-
 def good_attach() -> pb.Attach:
     return encode(pb.DrafterToTarget, [Attach("good", 4, 7, 2, states_by=3)]).attaches[0]
 
@@ -348,22 +340,8 @@ def with_rules(**values: Any) -> Callable[[pb.Open], None]:
     return with_part("rules", pb.TokenRules(**values))
 
 
-def with_scores(**values: Any) -> Callable[[pb.Verdict], None]:
-    good = {"logprobs": bytes(8), "ranks": bytes(8), "top_ids": ids(1, 2), "top_logprobs": bytes(8)}
-    return with_part("scores", pb.TokenScores(**{**good, **values}))
-
-
 def with_assignment_token(proof: bytes) -> Callable[[Any], None]:
     return with_part("assignment_token", pb.AssignmentToken(assignment=1, proof=proof))
-
-
-def with_tree(*parents: int, tokens: tuple[int, ...] = (5, 6)) -> Callable[[pb.Block], None]:
-    def change(message: pb.Block) -> None:
-        message.ClearField("draft_probs")
-        message.tokens = ids(*tokens)
-        message.parents = bytes(parents)
-
-    return change
 
 
 BAD_OPENS = {
@@ -407,58 +385,6 @@ BAD_OPENS = {
     "a long token_key": (with_fields(token_key=bytes(65)), "token_key has 65 bytes"),
     "half an assignment token": (with_assignment_token(bytes(8)), "proof has 8 bytes"),
 }
-BAD_BLOCKS = {
-    "empty session": (with_fields(session=""), "session is empty"),
-    "no tokens": (with_fields(tokens=b""), "block has 0 tokens"),
-    "huge K": (with_fields(tokens=ids(*[1] * (MAX_BLOCK_TOKENS + 1))), f"{MAX_BLOCK_TOKENS + 1} tokens"),
-    "negative id": (with_fields(tokens=ids(5, -6)), "negative"),
-    "probs of another length": (with_fields(tokens=ids(5, 6, 7)), "3 x 2 entries"),
-    "width 0": (with_fields("draft_probs", width=0), "width is 0"),
-    "huge width": (with_fields("draft_probs", width=MAX_SPARSE_WIDTH + 1), "width"),
-    "width that does not fit": (with_fields("draft_probs", width=3), "2 x 3 entries"),
-    "half a weight": (with_fields("draft_probs", weights=weights(1, 1, 1, 1)[:-1]), "2 x 2 entries"),
-    "token absent from its row": (with_fields("draft_probs", token_ids=ids(8, 9, 6, 8)), "probability zero"),
-    "token with weight 0": (with_fields("draft_probs", weights=weights(0, 1, 1, 1)), "probability zero"),
-    "all weights 0": (with_fields("draft_probs", weights=weights(1, 1, 0, 0)), "probability zero"),
-    "a parent after its token": (with_tree(0, 2), "precedes its parent"),
-    "too few parents": (with_tree(0), "1 parents for 2 tokens"),
-    "equal siblings": (with_tree(0, 0, tokens=(5, 5)), "siblings must be distinct"),
-    "a tree with probabilities": (with_fields(parents=bytes([0, 0])), "send only one of them"),
-    "a token twice": (with_fields("draft_probs", token_ids=ids(5, 5, 6, 8)), "list a token twice"),
-}
-
-
-BAD_VERDICTS = {
-    "scores of another number": (with_scores(logprobs=bytes(4), ranks=bytes(4)), "1 scores, expected 0 or 2"),
-    "no scores": (with_scores(logprobs=b"", ranks=b"", top_ids=b"", top_logprobs=b""), "score fields have (0"),
-    "too few ranks": (with_scores(ranks=bytes(4)), "4 per token"),
-    "half a likeliest token": (with_scores(top_ids=bytes(6)), "equally many"),
-    "too few numbers of likeliest tokens": (with_scores(top_logprobs=bytes(4)), "equally many"),
-    "negative likeliest token": (with_scores(top_ids=ids(1, -2)), "negative token id"),
-    "wide scores": (with_scores(top_ids=bytes(168), top_logprobs=bytes(168)), "21 tokens per position"),
-    "empty session": (with_fields(session=""), "session is empty"),
-    "no tokens": (with_fields(tokens=b""), "has no tokens"),
-    "no tokens at the end": (with_fields(tokens=b"", accepted=0, drafted=0, finish=1), "has no tokens"),
-    "more accepted than drafted": (with_fields(accepted=2, drafted=1), "accepted is 2, expected at most 1"),
-    "more accepted than decided": (with_fields(accepted=3), "accepted is 3"),
-    "more rejected than drafted": (with_fields(rejected=ids(*range(9))), "rejected has 9 tokens"),
-    "a negative id rejected": (with_fields(rejected=ids(-1)), "rejected"),
-    "unknown finish": (with_fields(finish=9), "Finish"),
-    "NaN margin": (with_fields(margin=math.nan), "margin is nan"),
-    "infinite margin": (with_fields(margin=math.inf), "margin is inf"),
-    "negative margin": (with_fields(margin=-0.5), "margin is -0.5"),
-    "negative id": (with_fields(tokens=ids(-1)), "negative"),
-    "a share above 1": (with_part("collapse", pb.Collapse(usual=1.5)), "collapse.usual is 1.5"),
-    "NaN share": (with_part("collapse", pb.Collapse(latest=math.nan)), "collapse.latest is nan"),
-}
-BAD_DRAFT_REQUESTS = {
-    "empty session": (with_fields(session=""), "session is empty"),
-    "a chance above 1": (with_fields(least_chance=1.5), "least_chance is 1.5"),
-    "a negative chance": (with_fields(least_chance=-0.5), "least_chance is -0.5"),
-    "NaN chance": (with_fields(least_chance=math.nan), "least_chance is nan"),
-    "unspecified shape": (with_fields(shape=0), "Shape"),
-    "unknown shape": (with_fields(shape=9), "Shape"),
-}
 BAD_ATTACHES = {
     "empty session": (with_fields(session=""), "session is empty"),
     "states of tokens that it has not got": (with_fields(states_from=5), "states_from is 5, expected at most 4"),
@@ -482,19 +408,16 @@ CASES = [
     pytest.param(frame, field, good, change, why, id=f"{kind}: {name}")
     for kind, frame, field, good, table in (
         ("Open", pb.RouterToTarget, "opens", good_open, BAD_OPENS),
-        ("Block", pb.DrafterToTarget, "blocks", good_block, BAD_BLOCKS),
-        ("Verdict", pb.TargetToRouter, "verdicts", good_verdict, BAD_VERDICTS),
         ("Attach", pb.DrafterToTarget, "attaches", good_attach, BAD_ATTACHES),
         ("States", pb.TargetToDrafterStates, "states", good_states, BAD_STATES),
         ("States with verdicts", pb.TargetToDrafter, "states", good_states, BAD_STATES),
-        ("DraftRequest", pb.TargetToDrafter, "draft_requests", good_draft_request, BAD_DRAFT_REQUESTS),
     )
     for name, (change, why) in table.items()
 ]
 
 
 @pytest.mark.parametrize(("frame_type", "field", "good", "change", "why"), CASES)
-def test_a_malformed_message_is_set_aside_and_its_neighbours_survive(frame_type, field, good, change, why):
+def test_a_malformed_message_does_not_affect_its_neighbors(frame_type, field, good, change, why):
     """The malformed message keeps its session and attempt, because the ledger ignores a Refusal of attempt 0."""
     bad = good()
     change(bad)
@@ -512,35 +435,235 @@ def test_a_refusal_of_unknown_kind_and_a_hello_without_a_name_are_malformed():
     assert [m.kind for m in decode(pb.RouterToTarget(hello=pb.Hello())).malformed] == ["Hello"]
 
 
-@given(
-    st.builds(
-        pb.Block,
-        session=st.text(max_size=2),
-        base_len=U32,
-        prefix_hash=U64,
-        tokens=st.binary(max_size=24),
-        parents=st.binary(max_size=6),
-        draft_probs=st.builds(
-            pb.SparseProbs,
-            width=st.integers(0, 4) | U32,
-            token_ids=st.binary(max_size=48),
-            weights=st.binary(max_size=24),
-        ),
-    ),
-    st.builds(
-        pb.Open,
-        session=st.text(max_size=2),
-        tokens=st.binary(max_size=24),
-        prompt_len=st.integers(0, 6) | U32,
-        max_len=U32,
-        stop_ids=st.binary(max_size=9),
-        sampling=st.builds(pb.Sampling, temperature=st.floats(), top_k=U32, top_p=st.floats()),
-        acceptance=st.integers(-(2**31), 2**31 - 1),
-        draft_tokens=U32,
+# ---------------------------------------------------------------- malformed rows
+
+
+def with_entries(**values: Any) -> Callable[[Any], None]:
+    """Sets the middle entries of columns."""
+
+    def change(columns: Any) -> None:
+        for name, value in values.items():
+            getattr(columns, name)[1] = value
+
+    return change
+
+
+def with_tokens(*tokens: int, **entries: Any) -> Callable[[Any], None]:
+    """Replaces the tokens of the middle row, and sets other entries."""
+
+    def change(columns: Any) -> None:
+        first = columns.token_counts[0]
+        columns.tokens[first : first + columns.token_counts[1]] = tokens
+        with_entries(token_counts=len(tokens), **entries)(columns)
+
+    return change
+
+
+def with_probs(**values: Any) -> Callable[[pb.Blocks], None]:
+    """Sets fields of the middle row's draft probabilities."""
+    return lambda columns: with_fields("draft_probs", **values)(columns.details[1])
+
+
+def with_tree(*parents: int, tokens: tuple[int, ...] = (5, 6)) -> Callable[[pb.Blocks], None]:
+    def change(columns: pb.Blocks) -> None:
+        with_tokens(*tokens)(columns)
+        columns.details[1].ClearField("draft_probs")
+        columns.details[1].parents = bytes(parents)
+
+    return change
+
+
+def with_probs_and_parents(columns: pb.Blocks) -> None:
+    columns.details[1].parents = bytes([0, 0])
+
+
+def with_details(**values: Any) -> Callable[[pb.Verdicts], None]:
+    """Adds details to the middle row."""
+    return lambda columns: columns.details.append(pb.VerdictDetails(row=1, **values))
+
+
+def with_scores(**values: Any) -> Callable[[pb.Verdicts], None]:
+    good = {"logprobs": bytes(8), "ranks": bytes(8), "top_ids": ids(1, 2), "top_logprobs": bytes(8)}
+    return with_details(scores=pb.TokenScores(**{**good, **values}))
+
+
+BLOCK = Block("good", 2, 7, DraftTree.chain((5, 6), SparseProbs(((5, 8), (6, 8)), ((1, 1), (1, 1)))))
+VERDICT = Verdict("good", 1, 2, 7, (5, 6), 1, 4)
+DRAFT_REQUEST = DraftRequest("good", 1, 2, 7)
+NO_DRAFT = NoDraft("good", 2, 7)
+
+BAD_BLOCKS = {
+    "empty session": (with_entries(sessions=""), "session is empty"),
+    "no tokens": (with_tokens(), "block has 0 tokens"),
+    "huge K": (with_tokens(*[1] * (MAX_BLOCK_TOKENS + 1)), f"{MAX_BLOCK_TOKENS + 1} tokens"),
+    "negative id": (with_tokens(5, -6), "negative"),
+    "probs of another length": (with_tokens(5, 6, 7), "3 x 2 entries"),
+    "width 0": (with_probs(width=0), "width is 0"),
+    "huge width": (with_probs(width=MAX_SPARSE_WIDTH + 1), "width"),
+    "width that does not fit": (with_probs(width=3), "2 x 3 entries"),
+    "half a weight": (with_probs(weights=weights(1, 1, 1, 1)[:-1]), "2 x 2 entries"),
+    "token absent from its row": (with_probs(token_ids=ids(8, 9, 6, 8)), "probability zero"),
+    "token with weight 0": (with_probs(weights=weights(0, 1, 1, 1)), "probability zero"),
+    "all weights 0": (with_probs(weights=weights(1, 1, 0, 0)), "probability zero"),
+    "a parent after its token": (with_tree(0, 2), "precedes its parent"),
+    "too few parents": (with_tree(0), "1 parents for 2 tokens"),
+    "equal siblings": (with_tree(0, 0, tokens=(5, 5)), "siblings must be distinct"),
+    "a tree with probabilities": (with_probs_and_parents, "send only one of them"),
+    "a token twice": (with_probs(token_ids=ids(5, 5, 6, 8)), "list a token twice"),
+}
+BAD_VERDICTS = {
+    "scores of another number": (with_scores(logprobs=bytes(4), ranks=bytes(4)), "1 scores, expected 0 or 2"),
+    "no scores": (with_scores(logprobs=b"", ranks=b"", top_ids=b"", top_logprobs=b""), "score fields have (0"),
+    "too few ranks": (with_scores(ranks=bytes(4)), "4 per token"),
+    "half a likeliest token": (with_scores(top_ids=bytes(6)), "equally many"),
+    "too few numbers of likeliest tokens": (with_scores(top_logprobs=bytes(4)), "equally many"),
+    "negative likeliest token": (with_scores(top_ids=ids(1, -2)), "negative token id"),
+    "wide scores": (with_scores(top_ids=bytes(168), top_logprobs=bytes(168)), "21 tokens per position"),
+    "empty session": (with_entries(sessions=""), "session is empty"),
+    "no tokens": (with_tokens(), "has no tokens"),
+    "no tokens at the end": (with_tokens(accepted=0, drafted=0, finishes=1), "has no tokens"),
+    "more accepted than drafted": (with_entries(accepted=2, drafted=1), "accepted is 2, expected at most 1"),
+    "more accepted than decided": (with_entries(accepted=3), "accepted is 3"),
+    "more rejected than drafted": (with_details(rejected=ids(*range(9))), "rejected has 9 tokens"),
+    "a negative id rejected": (with_details(rejected=ids(-1)), "rejected"),
+    "half a rejected token": (with_details(rejected=bytes(3)), "not a multiple of 4"),
+    "unknown finish": (with_entries(finishes=9), "Finish"),
+    "negative finish": (with_entries(finishes=-1), "Finish"),
+    "unknown answer": (with_entries(answers=9), "DraftAnswer"),
+    "NaN margin": (with_details(margin=math.nan), "margin is nan"),
+    "infinite margin": (with_details(margin=math.inf), "margin is inf"),
+    "negative margin": (with_details(margin=-0.5), "margin is -0.5"),
+    "negative id": (with_tokens(-1, 5), "negative"),
+    "a share above 1": (with_details(collapse=pb.Collapse(usual=1.5)), "collapse.usual is 1.5"),
+    "NaN share": (with_details(collapse=pb.Collapse(latest=math.nan)), "collapse.latest is nan"),
+}
+BAD_DRAFT_REQUESTS = {
+    "empty session": (with_entries(sessions=""), "session is empty"),
+    "a chance above 1": (with_entries(least_chances=1.5), "least_chance is 1.5"),
+    "a negative chance": (with_entries(least_chances=-0.5), "least_chance is -0.5"),
+    "NaN chance": (with_entries(least_chances=math.nan), "least_chance is nan"),
+    "unspecified shape": (with_entries(shapes=0), "Shape"),
+    "unknown shape": (with_entries(shapes=9), "Shape"),
+}
+ROW_CASES = [
+    pytest.param(frame, field, message, change, why, id=f"{type(message).__name__}: {name}")
+    for frame, field, message, table in (
+        (pb.DrafterToTarget, "blocks", BLOCK, BAD_BLOCKS),
+        (pb.DrafterToTarget, "no_drafts", NO_DRAFT, {"empty session": BAD_BLOCKS["empty session"]}),
+        (pb.TargetToRouter, "verdicts", VERDICT, BAD_VERDICTS),
+        (pb.TargetToDrafter, "draft_requests", DRAFT_REQUEST, BAD_DRAFT_REQUESTS),
+    )
+    for name, (change, why) in table.items()
+]
+
+
+@pytest.mark.parametrize(("frame_type", "field", "message", "change", "why"), ROW_CASES)
+def test_a_malformed_row_does_not_affect_its_neighbors(frame_type, field, message, change, why):
+    """The malformed row keeps its session and attempt, by which the router finds the session."""
+    frame = encode(frame_type, [replace(message, session=name) for name in ("one", "bad", "two")])
+    columns = getattr(frame, field)
+    change(columns)
+    decoded = decode(frame)
+    assert decoded.messages == (replace(message, session="one"), replace(message, session="two"))
+    (malformed,) = decoded.malformed
+    assert why in malformed.why
+    attempt = getattr(message, "attempt", 0)
+    assert malformed == Malformed(type(message).__name__, columns.sessions[1], attempt, malformed.why)
+
+
+def without_entry(name: str) -> Callable[[Any], None]:
+    """Removes the last entry of a column."""
+    return lambda columns: getattr(columns, name).pop()
+
+
+def with_detail_rows(*rows: int) -> Callable[[pb.Verdicts], None]:
+    return lambda columns: columns.details.extend([pb.VerdictDetails(row=row) for row in rows])
+
+
+NO_ROWS = {
+    "too few attempts": (without_entry("attempts"), "entries, expected equally many"),
+    "too many answers": (lambda columns: columns.answers.append(0), "entries, expected equally many"),
+    "no finishes": (lambda columns: columns.ClearField("finishes"), "entries, expected equally many"),
+    "too few tokens": (without_entry("tokens"), "add up to 6, but there are 5"),
+    "a huge count": (with_entries(token_counts=2**32 - 1), "but there are 6"),
+    "details beyond the last row": (with_detail_rows(0, 3), "details of row 3 of 3"),
+    "details twice": (with_detail_rows(1, 1), "details of row 1"),
+    "details out of order": (with_detail_rows(2, 0), "details of row 0"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), NO_ROWS.values(), ids=NO_ROWS)
+def test_columns_that_form_no_rows_make_each_of_their_messages_malformed(change, why):
+    names = ("one", "two", "three")
+    request = replace(DRAFT_REQUEST, session="one")
+    frame = encode(pb.TargetToDrafter, [*[replace(VERDICT, session=name) for name in names], request])
+    change(frame.verdicts)
+    decoded = decode(frame)
+    assert decoded.messages == (request,)
+    assert [(m.kind, m.session) for m in decoded.malformed] == [("Verdict", name) for name in names]
+    assert all(why in m.why for m in decoded.malformed)
+    assert [m.attempt for m in decoded.malformed[:2]] == [1, 1]
+
+
+def test_columns_without_sessions_are_malformed():
+    decoded = decode(pb.DrafterToTarget(blocks=pb.Blocks(tokens=[1, 2])))
+    assert [(m.kind, m.session) for m in decoded.malformed] == [("Block", "")]
+
+
+def test_rows_are_counted_as_messages():
+    frame = encode(pb.TargetToDrafter, [Welcome("t"), *[VERDICT] * 3, DRAFT_REQUEST, *[Resync("s", 1, 0)] * 2])
+    assert message_count(frame) == 6
+
+
+# ---------------------------------------------------------------- random frames
+
+BLOCK_DETAILS = st.builds(
+    pb.BlockDetails,
+    row=st.integers(0, 3),
+    parents=st.binary(max_size=6),
+    draft_probs=st.builds(
+        pb.SparseProbs,
+        width=st.integers(0, 4) | U32,
+        token_ids=st.binary(max_size=48),
+        weights=st.binary(max_size=24),
     ),
 )
-def test_decoding_never_raises(block, request):
+I32 = st.integers(-(2**31), 2**31 - 1)
+
+
+@st.composite
+def random_blocks(draw: st.DrawFn) -> pb.Blocks:
+    """Generates columns that usually form rows."""
+    counts = draw(st.lists(st.integers(0, 5), max_size=3))
+    rows = len(counts) + draw(st.sampled_from((0, 0, 0, 1)))
+    size = sum(counts) + draw(st.sampled_from((0, 0, 0, 1)))
+    return pb.Blocks(
+        sessions=draw(st.lists(st.text(max_size=2), min_size=rows, max_size=rows)),
+        base_lens=[0] * len(counts),
+        prefix_hashes=[0] * len(counts),
+        token_counts=counts,
+        tokens=draw(st.lists(I32, min_size=size, max_size=size)),
+        details=draw(st.lists(BLOCK_DETAILS, max_size=2)),
+    )
+
+
+OPENS = st.builds(
+    pb.Open,
+    session=st.text(max_size=2),
+    tokens=st.binary(max_size=24),
+    prompt_len=st.integers(0, 6) | U32,
+    max_len=U32,
+    stop_ids=st.binary(max_size=9),
+    sampling=st.builds(pb.Sampling, temperature=st.floats(), top_k=U32, top_p=st.floats()),
+    acceptance=I32,
+    draft_tokens=U32,
+)
+
+
+@given(random_blocks(), OPENS)
+def test_decoding_never_raises(columns, request):
     """One hostile field must not end a stream."""
-    for frame in (pb.DrafterToTarget(blocks=[block]), pb.RouterToTarget(opens=[request])):
-        decoded = decode(frame)
-        assert len(decoded.messages) + len(decoded.malformed) == 1
+    decoded = decode(pb.RouterToTarget(opens=[request]))
+    assert len(decoded.messages) + len(decoded.malformed) == 1
+    decoded = decode(pb.DrafterToTarget(blocks=columns))
+    assert len(decoded.messages) + len(decoded.malformed) in (len(columns.sessions), 1)

@@ -15,7 +15,17 @@ from cluster.errors import ProtocolError
 from cluster.trust import PeerRole
 from protos import speculation_pb2 as pb
 from protos.codec import encode
-from protos.messages import MAX_STATES_BYTES, Close, Hello, Message, StateDtype, States, Verdict, Welcome
+from protos.messages import (
+    MAX_STATES_BYTES,
+    PROTOCOL_VERSION,
+    Close,
+    Hello,
+    Message,
+    StateDtype,
+    States,
+    Verdict,
+    Welcome,
+)
 
 HALF = States("s", 0, 0, StateDtype.BFLOAT16, 8, bytes(MAX_STATES_BYTES // 2))
 
@@ -69,19 +79,26 @@ async def test_other_outboxes_are_bounded_by_messages_as_before():
         await asyncio.wait_for(outbox.overflow(), 10)
 
 
-async def test_a_frame_holds_no_more_messages_than_a_peer_reads_at_once():
+@pytest.mark.parametrize(
+    ("frame_type", "messages"),
+    [
+        (pb.RouterToTarget, [Close(str(number), 1) for number in range(5000)]),
+        (pb.TargetToRouter, [Verdict(str(number), 1, 1, 0, (1,), 0, 0) for number in range(5000)]),
+    ],
+    ids=["messages", "rows"],
+)
+async def test_a_frame_holds_no_more_messages_than_a_peer_reads_at_once(frame_type, messages):
     outbox = Outbox()
-    closes = [Close(str(number), 1) for number in range(5000)]
     with pytest.raises(InvalidFrame):
-        decode_after_greeting(encode(pb.RouterToTarget, closes))
-    for close in closes:
-        outbox.put(close)
+        decode_after_greeting(encode(frame_type, messages))
+    for message in messages:
+        outbox.put(message)
     found: list[Message] = []
-    while len(found) < len(closes):
+    while len(found) < len(messages):
         frame = await outbox.take()
-        assert list(decode_after_greeting(encode(pb.RouterToTarget, frame)).messages) == frame
+        assert list(decode_after_greeting(encode(frame_type, frame)).messages) == frame
         found += frame
-    assert found == closes
+    assert found == messages
 
 
 # ---------------------------------------------------------------- links
@@ -90,8 +107,9 @@ async def test_a_frame_holds_no_more_messages_than_a_peer_reads_at_once():
 class Stream:
     """Stream that welcomes its caller, and then stays silent or breaks."""
 
-    def __init__(self, breaks: bool) -> None:
+    def __init__(self, breaks: bool, welcome: Welcome) -> None:
         self.breaks = breaks
+        self.welcome = welcome
         self.is_greeted = False
 
     async def write(self, frame: Any) -> None:
@@ -100,7 +118,7 @@ class Stream:
     async def read(self) -> Any:
         if not self.is_greeted:
             self.is_greeted = True
-            return encode(pb.TargetToDrafter, [Welcome("target")])
+            return encode(pb.TargetToDrafter, [self.welcome])
         if self.breaks:
             raise ProtocolError("broken")
         return await asyncio.get_running_loop().create_future()
@@ -111,9 +129,10 @@ class Peer:
 
     metadata = ()
 
-    def __init__(self, breaks: bool = False) -> None:
+    def __init__(self, breaks: bool = False, version: int = PROTOCOL_VERSION) -> None:
         self.streams: list[weakref.ref[Stream]] = []
         self.breaks = breaks
+        self.welcome = Welcome("target", version)
 
     def dial(self, address: str, peer: PeerRole) -> "Peer":
         return self
@@ -125,7 +144,7 @@ class Peer:
         pass
 
     def call(self, channel: Any, metadata: Any) -> Stream:
-        stream = Stream(self.breaks)
+        stream = Stream(self.breaks, self.welcome)
         self.streams.append(weakref.ref(stream))
         return stream
 
@@ -169,4 +188,19 @@ async def test_a_broken_stream_is_forgotten() -> None:
     await down.wait()
     await asyncio.sleep(0)  # until the link waits to redial
     assert [stream() for stream in peer.streams] == [None]
+    await link.close()
+
+
+async def test_a_peer_with_another_protocol_version_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """The log names both versions once, however often the link redials."""
+    peer = Peer(version=PROTOCOL_VERSION - 1)
+    up = asyncio.Event()
+    link = linked(peer, up, asyncio.Event())
+    while len(peer.streams) < 2:
+        await asyncio.sleep(0)
+    why = f"the peer has {PROTOCOL_VERSION - 1}, this side has {PROTOCOL_VERSION}; run the same release"
+    assert link.refused is not None
+    assert why in link.refused
+    assert not up.is_set()
+    assert len([record for record in caplog.records if why in record.getMessage()]) == 1
     await link.close()
