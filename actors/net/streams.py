@@ -47,7 +47,7 @@ FRAME_BYTES = 4 << 20  # approximate frame size; a single message may be larger
 HELLO_S = 10.0  # timeout for a caller's Hello
 RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # pauses between dial attempts; the last one repeats
 
-MAX_FRAME_MESSAGES = 1024  # decoding this number of blocks takes 1 ms; with draft probabilities, about 30 ms
+MAX_FRAME_MESSAGES = 1024  # decoding this number of blocks takes 1 ms; with draft probabilities, 30 to 90 ms
 REST_FACTOR = 40.0  # pause after unrequested messages, as a multiple of their handling time
 
 REFUSING = (
