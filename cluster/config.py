@@ -418,9 +418,7 @@ class ServerConfig(Section):
 
     host: str = Field("127.0.0.1", description="bind address")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free port")
-    routers: Positive = Field(
-        1, description="router replicas; `slipstream serve` and `up` default to one per 8 CPUs, 1 to 4"
-    )
+    routers: Positive = Field(1, description="router replicas; `serve` and `up` default to CPUs / 8, 1 to 4")
     max_body_bytes: Positive = Field(4 << 20, description="maximum size of a request body; otherwise 413")
     body_timeout_s: Seconds = Field(30, description="maximum time to receive a body; otherwise 408")
     request_timeout_s: Seconds | None = Field(
