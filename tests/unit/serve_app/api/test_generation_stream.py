@@ -1,7 +1,7 @@
 """Tests deltas from committed tokens, and requests with several sessions."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from itertools import count
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import TargetLostError
-from cluster.routing.ledger import CommittedTokens, Ended
+from cluster.routing.ledger import CommittedTokens, Ended, Event, Generation
 from protos.messages import Finish, TokenScore
 from serve_app.api.choices import Choice, ChoiceStream, ChoiceStreamOptions, ChoiceText, Delta, TextOptions
 from serve_app.api.generation import follow, metrics_of
@@ -199,6 +199,36 @@ async def test_a_stop_string_closes_the_session(codec: TextCodec) -> None:
     generator = ScriptedGenerator([CommittedTokens(codec.encode("a."), 1, 1), STALL])
     async with aclosing(follow(generator, choices(codec, 1, "."), Metrics(), count().__next__)) as arrivals:
         assert [delta.text async for deltas in arrivals for delta in deltas] == ["a"]
+    assert generator.closed == [0]
+
+
+class ManualGenerator(ScriptedGenerator):
+    """Generator whose sessions' events the test delivers."""
+
+    deliver: Callable[[Event], None]
+
+    def start(self, generation: Generation, deliver: Callable[[Event], None]) -> Callable[[], None]:
+        self.deliver = deliver
+        return super().start(generation, deliver)
+
+
+async def test_a_stop_string_closes_the_session_while_the_client_reads_nothing(codec: TextCodec) -> None:
+    generator = ManualGenerator([CommittedTokens(codec.encode("a"), 0, 0), STALL])
+    async with aclosing(follow(generator, choices(codec, 1, "."), Metrics(), count().__next__)) as arrivals:
+        await anext(arrivals)
+        generator.deliver(CommittedTokens(codec.encode("b."), 1, 1))
+        assert generator.closed == [0]
+        generator.deliver(CommittedTokens(codec.encode("late"), 0, 0))
+        assert [delta.text async for deltas in arrivals for delta in deltas] == ["b"]
+
+
+async def test_a_fault_in_the_text_is_raised_to_the_reader_alone(codec: TextCodec) -> None:
+    generator = ManualGenerator([CommittedTokens(codec.encode("a"), 0, 0), STALL])
+    arrivals = follow(generator, choices(codec, 1), Metrics(), count().__next__)
+    await anext(arrivals)
+    generator.deliver(CommittedTokens((-1,), 0, 0))  # no token of any vocabulary
+    with pytest.raises(OverflowError):
+        await anext(arrivals)
     assert generator.closed == [0]
 
 
