@@ -269,20 +269,8 @@ class TargetReporter:
         return tokens / step_tokens * self._controller.load.step.drafts_s(1, step_tokens)
 
 
-@dataclass(slots=True)
-class CommittedRow:
-    """A row of a committed step; only deciding rows have an outcome and a decision."""
-
-    session: TargetSequence
-    row: Row
-    outcome: Outcome | None = None
-    decision: Decision | None = None
-
-    @property
-    def missed_by(self) -> str | None:
-        """The drafter that missed the row, or None."""
-        is_missed = self.decision is not None and self.decision.answer is DraftAnswer.MISSED
-        return self.session.drafter if is_missed else None
+CommittedRow = tuple[TargetSequence, Row, Outcome | None, Decision | None]
+"""A row of a committed step; only deciding rows have an outcome and a decision."""
 
 
 @dataclass(slots=True)
@@ -592,17 +580,17 @@ class VerificationScheduler:
             name = row.session
             if running.get(name) is not session:
                 continue  # closed or replaced during the step
-            session.cache.fed(row)
             session.waiting_since = now
             if not row.decide:
-                step.rows.append(CommittedRow(session, row))
+                session.cache.fed(row)
+                step.rows.append((session, row, None, None))
                 continue
             outcome = decided[name]
             if not outcome.is_finite:
                 step.ended.append(self._end_nonfinite(session, now))
                 continue
             decision = session.commit(row, outcome, now)
-            step.rows.append(CommittedRow(session, row, outcome, decision))
+            step.rows.append((session, row, outcome, decision))
             if decision.finish is Finish.NONE:
                 if outcome.path:
                     self._moves += session.cache.moves(row, outcome.path, self._limits.page_size)
@@ -626,12 +614,11 @@ class VerificationScheduler:
         to_drafters: list[Send] = []
         to_routers: list[Send] = step.ended
         running = self.admission.running
-        for committed in step.rows:
-            session = committed.session
-            if running.get(committed.row.session) is session:
-                self._publish(session, committed.row)
-            if committed.decision is not None and committed.outcome is not None:
-                news, verdict = self._settle(session, committed.row, committed.outcome, committed.decision, step.now)
+        for session, row, outcome, decision in step.rows:
+            if running.get(row.session) is session:
+                self._publish(session, row)
+            if decision is not None and outcome is not None:
+                news, verdict = self._settle(session, row, outcome, decision, step.now)
                 to_drafters += news
                 to_routers.append(verdict)
         self._learn(step)
@@ -728,7 +715,12 @@ class VerificationScheduler:
     def _learn(self, step: CommittedStep) -> None:
         """Updates hidden-state feeds, silent drafters and the speculation controller after a step."""
         self.feeds.record_step(step.fed, step.decided)
-        self._silent.missed({drafter for row in step.rows if (drafter := row.missed_by) is not None})
+        missed = [
+            session.drafter
+            for session, _, _, decision in step.rows
+            if decision is not None and decision.answer is DraftAnswer.MISSED
+        ]
+        self._silent.missed({drafter for drafter in missed if drafter is not None})
         if step.fed:  # a step without rows only opens and closes sessions
             decoded = [step.decided[row.session] for _, row in step.fed if not row.feeds_prompt]
             committed = sum(outcome.token_count for outcome in decoded)

@@ -343,12 +343,18 @@ class TargetSequence:
         base_len = prefix.length
         base_hash = prefix.hash
         verified = len(outcome.path)
+        cache = self.cache
+        if cache.length != row.start:
+            cache.fed(row)
         had_no_draft = self.exchange.no_draft_len == base_len and self.has_confirmed_no_draft
-        tokens, accepted, finish = cut_at_end(outcome.tokens_of(row), verified, base_len, request.max_len, self.stops)
+        tokens, accepted, finish = outcome.tokens_of(row), verified, Finish.NONE
+        if base_len + len(tokens) >= request.max_len or not self.stops.isdisjoint(tokens):
+            tokens, accepted, finish = cut_at_end(tokens, verified, base_len, request.max_len, self.stops)
         if row.draft.tokens:
             self.buffer.take()
         prefix.extend(tokens)
-        self.cache.length = base_len + min(verified, len(tokens))  # the last token has not been fed
+        cache.length = base_len + min(verified, len(tokens))  # the last token has not been fed
+        cache.displaced_from = None  # the step began with the pending moves
         has_next_block = self.buffer.advance_to(prefix, accepted, now)
         return Decision(
             base_len,
@@ -386,11 +392,9 @@ def cut_at_end(
     Returns the remaining tokens, the number of draft tokens among them, and the reason for the end.
     """
     room = max_len - base_len
-    if len(tokens) < room and stop_ids.isdisjoint(tokens):
-        return tokens, accepted, Finish.NONE
     for count, token in enumerate(tokens, 1):
         if token in stop_ids:
             return tokens[:count], min(accepted, count), Finish.STOP
         if count >= room:
             return tokens[:count], min(accepted, count), Finish.LENGTH
-    raise AssertionError("neither a stop id nor the length limit ends these tokens")
+    return tokens, accepted, Finish.NONE
