@@ -32,9 +32,9 @@ from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits
 from cluster.verification.step import Outcome, StateRead, StepPlan
 from protos import speculation_pb2 as pb
-from protos.codec import encode
+from protos.codec import decode, encode
 from protos.draft_tree import DraftTree
-from protos.messages import Acceptance, Close, DraftRequest, Hello, Open, Sampling, Shape
+from protos.messages import Acceptance, Close, DraftRequest, Hello, Open, Sampling, Shape, Verdict
 from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 
 VOCABULARY = 32
@@ -45,6 +45,7 @@ PROMPT = tuple(range(16))
 PATIENCE_S = 60.0  # every step waits for its blocks
 ACCEPTED = 2  # tokens of each block
 NEXT_TOKEN = 7
+ATTACH_S = 0.1  # lead of the drafter, so that it drafts from the first step on
 IDENTITY = ("toy-vocabulary", "toy-target")
 ROUTER_NICE = 10  # the router reads verdicts when target and drafter are idle
 
@@ -195,12 +196,13 @@ async def route(load: dict[str, Any]) -> None:
             await stream.read()
         if load["draft_tokens"]:
             await drafting.write(encode(pb.RouterToDrafter, opens))
+            await asyncio.sleep(ATTACH_S)
         await verifying.write(encode(pb.RouterToTarget, opens))
         left = len(opens)
         while left:
             frame = await verifying.read()
             assert not frame.refusals, frame.refusals[0].message
-            left -= sum([verdict.finish != 0 for verdict in frame.verdicts])
+            left -= sum([isinstance(each, Verdict) and each.finish != 0 for each in decode(frame).messages])
         await drafting.write(encode(pb.RouterToDrafter, [Close(each.session, each.attempt) for each in opens]))
         await asyncio.sleep(0.1)
 
