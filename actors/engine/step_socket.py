@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 FRAME_HEADER = struct.Struct("!I")  # length of the following message, in bytes
 
@@ -67,8 +68,7 @@ class StepCaller(asyncio.Protocol):
     # ------------------------------------------------------------ asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "a Unix stream socket has a stream transport"
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
 
     def data_received(self, data: bytes) -> None:
         received = self._received

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from actors.engine.step_socket import StepCaller, StepListener
 
@@ -62,3 +63,16 @@ async def test_the_socket_file_is_removed_after_dialing():
     assert not folder.exists()
     caller.close()
     await asyncio.to_thread(serving.join)
+
+
+def test_the_caller_works_on_the_event_loop_of_ray() -> None:
+    async def echoed() -> bytes:
+        serving = Answering(lambda message: message)
+        caller = await StepCaller.dial(serving.listener.path)
+        answer = await caller.call(b"on uvloop")
+        caller.close()
+        await asyncio.to_thread(serving.join)
+        return answer
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(echoed()) == b"on uvloop"
