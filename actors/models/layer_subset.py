@@ -12,14 +12,20 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.models.checkpoint import empty_model
-from actors.models.config_reader import read_config
+from actors.models.config_reader import quantization_method, read_config
 from actors.models.weights import Sources, Stored, fill, mismatch, stored_tensors
 from cluster.errors import ModelError
 
 
 def check_layers(folder: Path, layers: Sequence[int]) -> None:
-    """Raises ModelError if the checkpoint lacks any of these layers."""
-    count = int(read_config(folder).get_text_config().num_hidden_layers)
+    """Raises ModelError if the checkpoint lacks any of these layers, or its weights are quantized."""
+    config = read_config(folder)
+    if method := quantization_method(folder, config):
+        raise ModelError(
+            f"{folder} is quantized with '{method}', and draft.method layer_skip reads only unquantized layers; use"
+            " another draft.method"
+        )
+    count = int(config.get_text_config().num_hidden_layers)
     missing = [layer for layer in layers if not 0 <= layer < count]
     if missing or not layers:
         raise ModelError(

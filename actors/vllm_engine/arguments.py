@@ -22,6 +22,7 @@ def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, fir
     longest = config.speculation.draft_tokens
     arguments: dict[str, Any] = {
         "model": folder,
+        "runner": "generate",  # otherwise, vLLM infers it from `architectures`, which a config.json may lack
         "skip_tokenizer_init": True,
         "dtype": config.model.dtype,
         "max_model_len": config.model.max_context,

@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any
 
 import vllm
+from pydantic import ValidationError
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.triton_utils import HAS_TRITON
@@ -93,7 +94,7 @@ class VllmCore:
             args = EngineArgs(**engine_arguments(config, folder, vocabulary, first_runner))
             settings = args.create_engine_config()
         except (TypeError, ValueError) as error:
-            raise ModelError(f"vLLM rejects its arguments: {error}; correct target.vllm") from error
+            raise ModelError(f"vLLM rejects its arguments: {_message(error)}; correct model or target.vllm") from error
         executor = Executor.get_class(settings)
         kind = executor if capture is None else with_states(executor, capture)
         self._core = EngineCore(settings, kind, False, failed)
@@ -194,6 +195,13 @@ class VllmCore:
         self._names[request.session] = name
         if ExtraResults.is_requested_by(request):
             self._sessions_with_scores.add(request.session)
+
+
+def _message(error: Exception) -> str:
+    """Returns an error's message, without the long representation of values that pydantic rejects."""
+    if isinstance(error, ValidationError):
+        return "; ".join(fault["msg"] for fault in error.errors())
+    return str(error)
 
 
 def _cache_salt(request: Open) -> str | None:

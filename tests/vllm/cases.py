@@ -56,11 +56,13 @@ def asked(session: str, prompt: list[int], new_tokens: int = 40) -> Open:
 LOOKUP: Mapping[str, Any] = MappingProxyType({"method": "ngram"})
 
 
-def config(folder: Path, ranks: int = 1, draft: Mapping[str, Any] = LOOKUP, **vllm: object) -> SlipstreamConfig:
+def config(
+    folder: Path, ranks: int = 1, draft: Mapping[str, Any] = LOOKUP, dtype: str = "float32", **vllm: object
+) -> SlipstreamConfig:
     arguments = {"enforce_eager": True, "block_size": 32, **vllm}
     return validated(
         {
-            "model": {"target": str(folder), "dtype": "float32", "max_context": CONTEXT},
+            "model": {"target": str(folder), "dtype": dtype, "max_context": CONTEXT},
             "target": {
                 "engine": "vllm",
                 "tensor_parallel": ranks,

@@ -108,6 +108,12 @@ def test_nonexistent_layers_are_refused(layers: tuple[int, ...], named: str) -> 
         check_layers(TARGET, layers)
 
 
+def test_layers_with_quantized_weights_are_refused(tmp_path: Path) -> None:
+    LlamaConfig(quantization_config={"quant_method": "awq"}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"quantized with 'awq'.*use another draft\.method"):
+        check_layers(tmp_path, (0,))
+
+
 # ---------------------------------------------------------------- context length
 
 
