@@ -184,6 +184,7 @@ def write_checkpoint(kind: str, folder: Path) -> Path:
     replaced = {}
     for name, weight in list(model.named_parameters()):
         if _is_quantized(name, kind):
+            weight.mul_(_factors(weight.shape))
             quantized = _of_experts(weight) if kind == "mxfp4" else FORMATS[kind].quantize(weight.float())
             weight.copy_(quantized.weight)
             separator = "_" if kind == "mxfp4" else "."
@@ -204,6 +205,14 @@ def write_checkpoint(kind: str, folder: Path) -> Path:
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def _factors(shape: torch.Size) -> Tensor:
+    """Returns random factors of rows and blocks, which make scales differ, so that misplaced scales are noticed."""
+    *outer, rows, columns = shape
+    blocks = torch.randn(*outer, rows // BLOCK, columns // BLOCK)
+    blocks = blocks.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)
+    return (0.5 * (blocks + torch.randn(*outer, rows, 1))).exp2()
 
 
 def _is_quantized(name: str, kind: str) -> bool:
