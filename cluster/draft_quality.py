@@ -12,10 +12,10 @@ confidence. `VersionWatch` compares the current version of a learned draft with 
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.speculation.estimators import AcceptanceCounts, Mean, Pairs
 from protos.frozen import value
@@ -24,8 +24,7 @@ from protos.messages import Collapse
 MAX_DRAFTERS = 64  # number of most recent drafters kept
 
 
-@value
-class BlockKind:
+class BlockKind(NamedTuple):
     """Grouping keys for block counts, in addition to the drafter."""
 
     context: int  # number of tokens before the block, rounded down to a power of two
@@ -41,28 +40,34 @@ class AcceptanceStats:
     """Acceptance counts by drafter and block kind. Counts never decrease; the least recent drafters are dropped."""
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[str, dict[BlockKind, AcceptanceCounts]] = OrderedDict()  # most recent drafter last
+        # Number of blocks by drafter (most recent last), kind, and (requested, accepted) tokens.
+        self._blocks: OrderedDict[str, defaultdict[BlockKind, Counter[tuple[int, int]]]] = OrderedDict()
 
     def block_verified(self, drafter: str, kind: BlockKind, requested: int, accepted: int) -> None:
         """Records a verified block: the requested length and the number of accepted tokens."""
-        kinds = self._counts.setdefault(drafter, {})
-        self._counts.move_to_end(drafter)
-        kinds[kind] = kinds.get(kind, AcceptanceCounts()).after(requested, accepted)
-        if len(self._counts) > MAX_DRAFTERS:
-            self._counts.popitem(last=False)
+        kinds = self._blocks.get(drafter)
+        if kinds is None:
+            kinds = self._blocks[drafter] = defaultdict(Counter)
+        self._blocks.move_to_end(drafter)
+        kinds[kind][requested, accepted] += 1
+        if len(self._blocks) > MAX_DRAFTERS:
+            self._blocks.popitem(last=False)
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns one row per drafter and kind, for display and for aggregation over replicas."""
         return [
-            {"drafter": drafter, **asdict(kind), **asdict(counts)}
-            for drafter, kinds in self._counts.items()
+            {"drafter": drafter, **kind._asdict(), **asdict(counts)}
+            for drafter, kinds in self.counts.items()
             for kind, counts in kinds.items()
         ]
 
     @property
     def counts(self) -> Mapping[str, Mapping[BlockKind, AcceptanceCounts]]:
         """Acceptance counts by drafter, then by block kind."""
-        return self._counts
+        return {
+            drafter: {kind: AcceptanceCounts.of(blocks) for kind, blocks in kinds.items()}
+            for drafter, kinds in self._blocks.items()
+        }
 
 
 FALSE_ALARM_RATE = 1e-4  # upper bound on false alarms per block; each costs another prefill of the session
@@ -71,6 +76,9 @@ HISTORY_BLOCKS = 128  # approximate number of blocks in the history
 MIN_USUAL_ACCEPTANCE = 0.25  # minimum usual rate for the test; constantly poor drafts raise no alarm
 HARDER_TEXT_SHARE = 0.85  # assumed lower bound for harder text, as a share of the usual rate
 COLLAPSED_SHARE = 0.15  # further factor for a drafter out of sync, some of whose tokens match by chance
+
+
+NO_BLOCKS = Mean()
 
 
 @value
@@ -112,7 +120,7 @@ class CusumDetector:
         good = accepted > 0
         history = self.history if self.evidence else self.history.after(good, 1 / HISTORY_BLOCKS)
         evidence = self._evidence_after(good)
-        latest = self.latest.after(good, 0.0) if evidence else Mean()
+        latest = self.latest.after(good, 0.0) if evidence else NO_BLOCKS
         return CusumDetector(history, evidence, latest)
 
     def anew(self) -> "CusumDetector":
@@ -217,7 +225,7 @@ class CollapseWatch:
 
     def after(self, accepted: int) -> "CollapseWatch":
         """Returns the watch after a verified block."""
-        return self if self.is_waiting else replace(self, drift=self.drift.after(accepted))
+        return self if self.is_waiting else CollapseWatch(self.drift.after(accepted), self.is_resynced)
 
     @property
     def collapse(self) -> Collapse | None:

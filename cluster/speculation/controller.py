@@ -316,7 +316,7 @@ class SpeculationController:
 
     def __init__(self, policy: PacingPolicy, profile: ForwardCost | None) -> None:
         self.load = Load(StepCost.profiled(profile))
-        self.acceptance = AcceptanceCounts()  # counts of all blocks since startup
+        self._blocks: Counter[tuple[int, int]] = Counter()  # all blocks since startup, by (requested, accepted) tokens
         self.chosen: Counter[int] = Counter()  # number of draft requests, by draft length
         self.blocks_timed = 0  # number of blocks with a measured delay
         self.block_delay_s = 0.0  # total delay of these blocks after their verdicts, in seconds
@@ -357,7 +357,12 @@ class SpeculationController:
         `room` is the maximum block length under the session's length limit.
         """
         self._chances = self._chances.after(requested, drafted, accepted)
-        self.acceptance = self.acceptance.after(min(requested, room), len(accepted))
+        self._blocks[min(requested, room), len(accepted)] += 1
+
+    @property
+    def acceptance(self) -> AcceptanceCounts:
+        """Counts of all blocks since startup."""
+        return AcceptanceCounts.of(self._blocks)
 
     def block_arrived(self, tokens: int, delay_s: float) -> None:
         """Records a block of `tokens` tokens that arrived `delay_s` seconds after its verdict."""

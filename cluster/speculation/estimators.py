@@ -14,7 +14,7 @@ effective window is about 1 / memory measurements. Pure arithmetic; callers pass
 """
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise, zip_longest
@@ -117,10 +117,11 @@ class Chances:
         Counts of nodes that are not requested decay, so that these nodes are tried again.
         """
         new = (0.0,) * (min(requested, MAX_POSITIONS) - len(self.requested))
+        decay = 1 - ACCEPTANCE_MEMORY
         return Chances(
-            _decayed(self.requested + new, range(requested)),
-            _decayed(self.drafted + new, range(drafted)),
-            _decayed(self.accepted + new, accepted),
+            tuple([decay * count + (node < requested) for node, count in enumerate(self.requested + new)]),
+            tuple([decay * count + (node < drafted) for node, count in enumerate(self.drafted + new)]),
+            tuple([decay * count + (node in accepted) for node, count in enumerate(self.accepted + new)]),
         )
 
     def expectations_of(self, others: "Chances", positions: int) -> list[tuple[float, float, float]]:
@@ -140,11 +141,6 @@ class Chances:
             p_drafted = (SESSION_STRENGTH * ((REPLICA_STRENGTH + o_drafted) / usual) + drafted) / blocks
             expectations.append((p_accepted, math.sqrt(p_accepted * (1 - p_accepted) / blocks), p_drafted))
         return expectations
-
-
-def _decayed(counts: tuple[float, ...], nodes: Container[int]) -> tuple[float, ...]:
-    """Returns decayed counts, with 1 added for each of `nodes`."""
-    return tuple([(1 - ACCEPTANCE_MEMORY) * count + (node in nodes) for node, count in enumerate(counts)])
 
 
 @value
@@ -214,15 +210,22 @@ class AcceptanceCounts:
     reached: tuple[int, ...] = ()  # number of blocks requested up to this position with all earlier positions accepted
     accepted: tuple[int, ...] = ()  # number of `reached` blocks with this position accepted
 
-    def after(self, requested: int, accepted: int) -> "AcceptanceCounts":
-        """Returns the counts after a verified block.
+    @classmethod
+    def of(cls, blocks: Mapping[tuple[int, int], int]) -> "AcceptanceCounts":
+        """Returns the counts of verified blocks, given their number by (requested, accepted) tokens.
 
         A block that ended early counts as rejected at its end.
         """
-        positions = range(min(requested, MAX_POSITIONS))
-        reached = tuple([int(position <= accepted) for position in positions])
-        stood = tuple([int(position < accepted) for position in positions])
-        return self + AcceptanceCounts(reached, stood)
+        positions = range(min(max([requested for requested, _ in blocks], default=0), MAX_POSITIONS))
+        reached = [
+            sum([count for (requested, accepted), count in blocks.items() if at < requested and at <= accepted])
+            for at in positions
+        ]
+        stood = [
+            sum([count for (requested, accepted), count in blocks.items() if at < min(requested, accepted)])
+            for at in positions
+        ]
+        return cls(tuple(reached), tuple(stood))
 
     def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
         """Returns the sum of two counts."""

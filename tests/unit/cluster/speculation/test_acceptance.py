@@ -1,5 +1,7 @@
 """Tests acceptance estimates from earlier blocks, and acceptance counts."""
 
+from collections import Counter
+
 import pytest
 
 from cluster.speculation.estimators import AcceptanceCounts, Chances, SessionStats
@@ -76,11 +78,8 @@ def test_a_trial_is_over_after_two_rounds_unless_something_is_accepted():
 
 
 def counts(*blocks: tuple[int, int]) -> AcceptanceCounts:
-    """Returns the counts after blocks with these (requested, accepted) tokens."""
-    found = AcceptanceCounts()
-    for asked, accepted in blocks:
-        found = found.after(asked, accepted)
-    return found
+    """Returns the counts of blocks, each given by its requested and accepted tokens."""
+    return AcceptanceCounts.of(Counter(blocks))
 
 
 def test_a_position_counts_if_all_positions_before_it_were_accepted():
