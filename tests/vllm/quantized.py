@@ -4,7 +4,7 @@ Each has random weights and a fitted LM head: with the dequantized weights, the 
 random but known texts, by a wide margin. Weights that an engine reads differently give other texts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ HIDDEN = 256
 PROMPTS = 4
 PROMPT_TOKENS = 9
 ANSWER_TOKENS = 24
-TOKENS = 12  # distinct tokens; with few, an answer depends on the whole text and thus on all weights
 MARGIN = 20.0  # logit of the right token; the others have logits near 0
 RIDGE = 1e-4  # relative to the mean square of the states
 
@@ -129,6 +128,7 @@ class Format:
 
     quantize: Callable[[Tensor], Quantized]
     section: Mapping[str, Any]
+    tokens: int = 12  # distinct tokens of the texts; the fewer, the more answers depend on the weights, and on rounding
 
 
 FLOAT8: Mapping[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -164,17 +164,17 @@ FORMATS: Mapping[str, Format] = {
             "quant_method": "mxfp4",
             "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
         },
+        tokens=4,
     ),
 }
 
 
-def texts() -> dict[str, list[int]]:
+def texts(kind: str) -> dict[str, list[int]]:
     """Returns prompts with their answers, by session."""
     chooser = torch.Generator().manual_seed(7)
     size = (PROMPT_TOKENS + ANSWER_TOKENS,)
-    return {
-        f"greedy-{index}": torch.randint(65, 65 + TOKENS, size, generator=chooser).tolist() for index in range(PROMPTS)
-    }
+    last = 65 + FORMATS[kind].tokens
+    return {f"greedy-{index}": torch.randint(65, last, size, generator=chooser).tolist() for index in range(PROMPTS)}
 
 
 @torch.inference_mode()
@@ -192,7 +192,7 @@ def write_checkpoint(kind: str, folder: Path) -> Path:
             replaced[name] = {f"{stem}{separator}{part}": tensor for part, tensor in quantized.stored.items()}
         else:
             weight.copy_(weight.bfloat16())
-    model.lm_head.weight.copy_(_fitted_head(model, list(texts().values())).bfloat16())
+    model.lm_head.weight.copy_(_fitted_head(model, kind).bfloat16())
     model.config.quantization_config = dict(FORMATS[kind].section)
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "bfloat16"
@@ -263,7 +263,7 @@ def _gpt_oss() -> Any:
             num_key_value_heads=2,
             head_dim=64,
             num_local_experts=4,
-            num_experts_per_tok=2,
+            num_experts_per_tok=4,  # all: rounding may change which of two nearly tied experts is chosen
             sliding_window=16,
             initializer_range=0.1,
             eos_token_id=256,
@@ -273,16 +273,36 @@ def _gpt_oss() -> Any:
     ).eval()
 
 
-def _fitted_head(model: Any, sequences: Sequence[list[int]]) -> Tensor:
+def _fitted_head(model: Any, kind: str) -> Tensor:
     """Returns the LM head, (vocabulary, hidden), that continues each prompt with its answer.
 
-    There are fewer places than hidden elements, so ridge regression finds a head that is right at all of them.
+    There are fewer places than hidden elements, so ridge regression finds a head that is right at all of them. With FP8
+    weights, it is right with and without rounded inputs of linear layers, since vLLM's kernels differ in this.
     """
-    tokens = torch.tensor(sequences)
-    states = model.model(input_ids=tokens).last_hidden_state[:, PROMPT_TOKENS - 1 : -1].flatten(0, 1).double()
-    assert len(states) < states.shape[1], "too many places for one head"
-    answers = tokens[:, PROMPT_TOKENS:].flatten()
+    tokens = torch.tensor(list(texts(kind).values()))
+    states = [_states(model, tokens)]
+    if kind.startswith("fp8"):
+        layers = [layer for name, layer in model.named_modules() if name.endswith("_proj")]
+        hooks = [layer.register_forward_pre_hook(lambda _, inputs: (_rounded(inputs[0]),)) for layer in layers]
+        states.append(_states(model, tokens))
+        for hook in hooks:
+            hook.remove()
+    read = torch.cat(states)
+    assert len(read) < read.shape[1], "too many places for one head"
+    answers = tokens[:, PROMPT_TOKENS:].flatten().repeat(len(states))
     logits = MARGIN * torch.nn.functional.one_hot(answers, model.config.vocab_size).double()
-    gram = states @ states.T
-    ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(states), dtype=torch.float64)
-    return (states.T @ torch.linalg.solve(gram + ridge, logits)).T.float()
+    gram = read @ read.T
+    ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(read), dtype=torch.float64)
+    return (read.T @ torch.linalg.solve(gram + ridge, logits)).T.float()
+
+
+def _states(model: Any, tokens: Tensor) -> Tensor:
+    """Returns the final hidden states before each token of the answers, (places, hidden)."""
+    states: Tensor = model.model(input_ids=tokens).last_hidden_state
+    return states[:, PROMPT_TOKENS - 1 : -1].flatten(0, 1).double()
+
+
+def _rounded(inputs: Tensor) -> Tensor:
+    """Rounds inputs to FP8 with a scale per token."""
+    scale = inputs.abs().amax(dim=-1, keepdim=True) / FP8_MAX
+    return (inputs / scale).to(torch.float8_e4m3fn).float() * scale

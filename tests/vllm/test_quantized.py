@@ -46,19 +46,20 @@ def checkpoint(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_texts_are_those_of_the_dequantized_weights_for_any_blocks(checkpoint: Path, ranks: int) -> None:
+def test_texts_are_those_of_the_dequantized_weights_for_any_blocks(kind: str, checkpoint: Path, ranks: int) -> None:
     from actors.vllm_engine.core import start_core
 
     configured = config(checkpoint, ranks, dtype="bfloat16")
     assert " by vLLM, " in check_models(configured, with_weights=True)[0]
+    whole = texts(kind)
     core = start_core(configured, str(checkpoint), VOCABULARY)
     try:
         for script in ("none", "right", "wrong", "mixed"):
             target = on_vllm(core)
-            for session, text in texts().items():
+            for session, text in whole.items():
                 target.open(request(session, SAMPLINGS["greedy"], text[:PROMPT_TOKENS], ANSWER_TOKENS))
-            target.run(getattr(Scripts(texts(), seed=3), script))
-            assert {session: life.prefix.tokens for session, life in target.lives.items()} == texts(), script
+            target.run(getattr(Scripts(whole, seed=3), script))
+            assert {session: life.prefix.tokens for session, life in target.lives.items()} == whole, script
             accepted = sum(life.accepted for life in target.lives.values())
             assert (accepted > 0) == (script in ("right", "mixed"))
             assert core.is_idle
