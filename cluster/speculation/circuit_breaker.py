@@ -16,6 +16,7 @@ MAX_COLLAPSES = 3  # consecutive collapsed sessions before a drafter is given up
 FULL_PAUSE_S = 0.5  # pause after a full drafter refused a session; its other sessions may end at any time
 FIRST_PAUSE_S = 1.0  # pause before a router retries a silent or bad drafter; doubles after each failed retry
 MAX_PAUSE_S = 30.0
+MAX_SILENT_PAUSE_S = 4.0  # the same after silence, because a busy machine may become quiet at any time
 SILENT_S = 2.0  # silence after which a drafter is given up if it has drafted for the session
 FIRST_BLOCK_S = 10.0  # the same limit while the drafter may still be prefilling the session's prompt
 
@@ -71,6 +72,7 @@ class CircuitBreaker:
         if self._misses < MAX_MISSES or now - self._silent_since < silence_s:
             return False
         self._open(now)
+        self._pause_s = min(self._pause_s, MAX_SILENT_PAUSE_S)
         self._was_silent = True
         return True
 

@@ -177,6 +177,7 @@ MIN_LOSS_STEPS = 12  # minimum decayed steps before a loss counts; a short bench
 LOOK_STEPS = 8  # non-speculative steps per look, which measures their current cost
 MIN_LOOKS = 2  # minimum looks before a loss counts: eight lucky steps once turned speculation off for half a run
 MAX_PAUSE_STEPS = 8192  # a few minutes; drafters or load may change in that time
+CHANGED_PACE = 1.2  # ratio between paces of non-speculative steps that shows that the machine's other work has changed
 
 
 def octave(count: int) -> int:
@@ -193,6 +194,7 @@ class _AtLoad:
     looks: int = 0  # number of looks
     pause_left: int = 0  # remaining non-speculative steps
     pause: int = 0  # length of the latest pause, in steps; 0: no recent loss
+    pace: float = 0.0  # pace of non-speculative steps at the latest loss
 
     @property
     def best_gain(self) -> float:
@@ -266,19 +268,28 @@ class KillSwitch:
         """
         self._owed = max(0.0, self._owed - 1) + is_trial * sessions / TRIAL_SHARE
 
-    def non_speculative_step(self, sessions: int) -> None:
-        """Records a step without drafts in which drafts were allowed."""
+    def non_speculative_step(self, sessions: int, pace: float) -> None:
+        """Records a step without drafts in which drafts were allowed.
+
+        `pace` is the current pace of such steps. If it has changed since the loss, the pause ends.
+        """
         at = self._at(sessions)
         at.pause_left = max(0, at.pause_left - 1)
+        if at.pause and not 1 / CHANGED_PACE < pace / at.pace < CHANGED_PACE:
+            at.pause = at.pause_left = 0
 
-    def step(self, sessions: int, non_speculative_s: float, seconds: float) -> None:
-        """Records a speculative step of `seconds`; its tokens would take `non_speculative_s` without speculation."""
+    def step(self, sessions: int, non_speculative_s: float, seconds: float, pace: float = 1.0) -> None:
+        """Records a speculative step of `seconds`; its tokens would take `non_speculative_s` without speculation.
+
+        `pace` is the current pace of non-speculative steps.
+        """
         at = self._at(sessions)
         at.steps += 1
         if at.looks:
             at.speedup = at.speedup.after(seconds, non_speculative_s, GAIN_MEMORY)
         if at.is_losing:
             at.pause = at.next_pause
+            at.pace = pace
             at.speedup = Pairs()
             at.start_pause(at.pause)
         elif at.steps >= at.next_look_after:
@@ -342,7 +353,7 @@ class SpeculationController:
         elif step.decoding:
             self._decoded_plainly(step, took_s)
         if not step.is_drafted_for and step.is_open_to_drafts:
-            self._kill_switch.non_speculative_step(self.load.sessions)
+            self._kill_switch.non_speculative_step(self.load.sessions, self.load.step.non_speculative_pace)
 
     def draft_attached(self, version: int) -> None:
         """Forgets what earlier drafts gained once a newer version drafts, so that losses of theirs do not delay it."""
@@ -399,7 +410,12 @@ class SpeculationController:
         cost = load.step
         token_s = cost.non_speculative_s(step.decoding) / step.decoding
         if non_speculative_s := self._non_speculative_s(step):
-            self._kill_switch.step(load.sessions, non_speculative_s + (committed - step.decoding) * token_s, took_s)
+            self._kill_switch.step(
+                load.sessions,
+                non_speculative_s + (committed - step.decoding) * token_s,
+                took_s,
+                cost.non_speculative_pace,
+            )
         if not step.prompts:
             self.load = replace(load, step=cost.after_drafts(step.rows, step.tokens, seconds))
 

@@ -312,6 +312,11 @@ class StepCost:
         return self.pace.value * self.shape.seconds(rows, tokens)
 
     @property
+    def non_speculative_pace(self) -> float:
+        """Duration of non-speculative steps relative to the profile."""
+        return self._non_speculative_scale * self.pace.value
+
+    @property
     def cost(self) -> ForwardCost:
         """Current cost of speculative steps."""
         return self.shape.times(self.pace.value) if self.pace.count else self.shape

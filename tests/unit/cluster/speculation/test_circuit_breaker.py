@@ -156,6 +156,16 @@ def test_the_pause_doubles_up_to_a_limit_and_events_of_one_moment_count_once():
     assert 8 * pauses[0] < pauses[-2] == pauses[-1] < 300
 
 
+def test_a_drafter_that_was_silent_for_long_is_tried_again_within_seconds():
+    breaker = CircuitBreaker()
+    now = 0.0
+    for _ in range(12):
+        misses(breaker, now, SILENCE_S)
+        now = end_of_pause(breaker, now + SILENCE_S)
+    assert misses(breaker, now, SILENCE_S)
+    assert end_of_pause(breaker, now + SILENCE_S) - now - SILENCE_S < 5
+
+
 def test_a_silent_drafter_is_trusted_again_at_a_block_for_a_session_that_it_kept():
     breaker = CircuitBreaker()
     assert misses(breaker, 0.0, SILENCE_S)

@@ -19,7 +19,7 @@ def run(record: KillSwitch, sessions: int, gain: float, steps: int, spread: floa
         if on[-1]:
             record.step(sessions, sessions * drawn.gauss(gain, spread), sessions)
         else:
-            record.non_speculative_step(sessions)
+            record.non_speculative_step(sessions, 1.0)
     return on
 
 
@@ -84,12 +84,25 @@ def test_pauses_are_bounded_however_often_speculation_loses():
     for _ in range(300):
         paused = 0
         while not record.is_on(4):
-            record.non_speculative_step(4)
+            record.non_speculative_step(4, 1.0)
             paused += 1
         lengths.append(paused)
         while record.is_on(4):
             record.step(4, 1.0, 4.0)
     assert max(lengths[-200:-100]) == max(lengths[-100:]) < 100_000
+
+
+@pytest.mark.parametrize("pace", [0.5, 2.0])
+def test_a_pause_ends_when_the_machine_becomes_quiet_or_busy(pace):
+    record = KillSwitch()
+    run(record, 4, 0.5, 4000, spread=0.1)
+    while record.is_on(4):
+        record.step(4, 1.0, 4.0)
+    for _ in range(100):
+        record.non_speculative_step(4, 1.1)
+    assert not record.is_on(4), "the pace varies a little all the time"
+    record.non_speculative_step(4, pace)
+    assert record.is_on(4)
 
 
 def test_a_large_loss_pauses_speculation_for_longer():
