@@ -2,6 +2,6 @@
 
 `executor` runs a plan on one rank: it feeds the rows, then samples and decides on the device that holds the logits.
 `runner` makes one forward over ragged rows and measures step costs. `tensor_parallel` is the engine of a target replica
-and runs one executor's forwards on several ranks, each a Ray actor. `process` and `memory` set up a rank's cores,
-device and cache size.
+and runs one executor's forwards on several ranks, each a Ray actor; `step_codec` and `step_socket` connect the
+coordinator with the leading rank. `process` and `memory` set up a rank's cores, device and cache size.
 """
