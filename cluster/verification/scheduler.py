@@ -635,8 +635,14 @@ class VerificationScheduler:
 
     @property
     def settles_first(self) -> bool:
-        """True if a committed step must be settled before the next plan, because drafters read its hidden states."""
-        return self._limits.states is not None
+        """True if a committed step must be settled before the next plan.
+
+        Drafters may read its hidden states, or the plan may depend on draft requests that only `settle` decides.
+        """
+        if self._limits.states is not None:
+            return True
+        running = self.admission.running.values()
+        return any(session.buffer.ready is None and session.open.draft_tokens for session in running)
 
     # ------------------------------------------------------------ inspection
 

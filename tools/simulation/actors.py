@@ -341,7 +341,11 @@ class SimulatedTarget:
         now = self.process.clock.now
         self.scheduler.commit(outcomes, now - began, now)
         self._in_step = False
-        self._go_on()
+        if self.scheduler.settles_first:
+            self._send(self.scheduler.settle())
+            self.process.after(0.0, self._go_on)  # first handle messages that arrived meanwhile
+        else:
+            self._go_on()
 
     def _wake_at(self, due: float | None) -> None:
         now = self.process.clock.now
