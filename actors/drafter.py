@@ -160,7 +160,7 @@ class Drafter:
         pending.add_done_callback(ended)
 
     def _end_pass(self, drafting: DraftingPass, made: Future[list[Proposal]]) -> None:
-        """Sends the blocks of a pass, and starts the next one; requested blocks are written first."""
+        """Sends the blocks of a pass, then starts the next one."""
         self._progress.end_task()
         if self._loop is None:
             return

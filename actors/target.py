@@ -191,17 +191,15 @@ class TargetReplica:
             plan = self.scheduler.plan(self._clock())
             if plan is not None:
                 await self._step(plan)
-            elif self.scheduler.is_settled:
-                if is_fed:
-                    if self.scheduler.has_left:
-                        self._left.set()
-                    await self._wait_until(self.scheduler.next_due())
-            else:
+            elif not self.scheduler.is_settled:
                 self._send(self.scheduler.settle())
-                await asyncio.sleep(0)  # yields, so that verdicts are sent and received messages are handled
+            elif is_fed:
+                if self.scheduler.has_left:
+                    self._left.set()
+                await self._wait_until(self.scheduler.next_due())
 
     async def _step(self, plan: StepPlan) -> None:
-        """Runs a step; meanwhile, settles the previous one and sends its verdicts."""
+        """Runs a step. While the engine computes, settles the previous step and sends its verdicts."""
         began = self._clock()
         computing = asyncio.ensure_future(self._engine.step(plan))
         self._send(self.scheduler.settle())

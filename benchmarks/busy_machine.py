@@ -1,4 +1,4 @@
-"""Measures how soon speculation gains again after other processes have taken all cores.
+"""Measures how soon speculation pays again after other processes have used all cores.
 
     python benchmarks/busy_machine.py --json busy_machine.json
 
@@ -31,14 +31,14 @@ FORMER_SHARE = 0.95
 
 
 def occupy(core: int, until: float) -> None:
-    """Computes on one core until a time of the machine's clock."""
+    """Keeps one core busy until the monotonic clock reaches `until`."""
     os.sched_setaffinity(0, {core})
     while time.monotonic() < until:
         pass
 
 
 async def text(url: str, model: str, draft_tokens: int | None) -> AsyncIterator[str]:
-    """Yields the chunks of answers, one request after the other."""
+    """Yields text chunks of consecutive requests."""
     body = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 200, "temperature": 0}
     speculation = {} if draft_tokens is None else {"speculation": {"draft_tokens": draft_tokens}}
     async with httpx.AsyncClient(timeout=60) as client:
@@ -52,7 +52,7 @@ async def text(url: str, model: str, draft_tokens: int | None) -> AsyncIterator[
 
 
 class Arrivals:
-    """Times of arrived characters."""
+    """Arrival times of characters."""
 
     def __init__(self) -> None:
         self._times: list[float] = []

@@ -1,4 +1,4 @@
-"""Measures the Python cost of a target's step, without a model and without a network.
+"""Measures the Python cost of a target's step without a model or a network.
 
     python benchmarks/host_cost.py --sessions 1,16,64,256 --json host_cost.json
 
@@ -141,7 +141,7 @@ class Step:
         return Outcome(row.session, tuple(range(accepted)), self._random.randrange(10, VOCABULARY))
 
     def _blocks(self, plan: StepPlan, outcomes: list[Outcome]) -> list[Block]:
-        """Returns the blocks after the outcomes, as drafted ahead of their verdicts."""
+        """Returns the blocks for the resulting texts, as if drafted ahead of the verdicts."""
         rows = [row for row in plan.rows if row.decide]
         blocks = []
         for row, outcome in zip(rows, outcomes, strict=True):

@@ -1,4 +1,4 @@
-"""Measures the time of a round beside the models: an engine and a draft that take no time, over real gRPC.
+"""Measures a round without the models' time: engine and draft return at once, over real gRPC.
 
     python benchmarks/round_trip.py --sessions 1,16,64 --json round_trip.json
     git worktree add /tmp/older COMMIT && python benchmarks/round_trip.py --rounds 5 --against /tmp/older
@@ -54,7 +54,7 @@ EventTimes = list[tuple[str, float]]
 
 @dataclass(frozen=True)
 class Load:
-    """Sessions of one run; all open at once and last the same number of rounds."""
+    """Sessions of one run; all start together and last equally many rounds."""
 
     sessions: int
     steps: int
@@ -63,7 +63,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """A load, and its start and end on the machine's clock."""
+    """A load with its start and end times on the system-wide clock."""
 
     load: Load
     began_s: float
@@ -109,14 +109,14 @@ async def _line(process: asyncio.subprocess.Process) -> str:
 
 
 async def _events(process: asyncio.subprocess.Process) -> EventTimes:
-    """Stops a peer, and returns its events."""
+    """Stops a peer and returns its events."""
     output, _ = await process.communicate(b"")
     return [(name, at_s) for name, at_s in json.loads(output)]
 
 
 @asynccontextmanager
 async def measured(checkout: Path, samples: Mapping[int, Samples]) -> AsyncIterator[Peers]:
-    """Runs a checkout's target and drafter, and adds the figures of their runs to `samples`, by sessions, on exit."""
+    """Runs a checkout's target and drafter; on exit, adds their figures to `samples` by number of sessions."""
     target = await _started(checkout, "target", str(TARGET_CORE))
     drafter = await _started(checkout, "drafter", str(DRAFTER_CORE))
     router = await _started(checkout, "router")
@@ -228,7 +228,7 @@ def as_json(samples: Mapping[str, Mapping[int, Samples]]) -> dict[str, Any]:
 
 def _summary(samples: Sequence[float]) -> dict[str, float]:
     p50, p99 = quantiles(samples)
-    p10 = statistics.quantiles(samples, n=10)[0]  # what a quiet machine would show, on a busy one
+    p10 = statistics.quantiles(samples, n=10)[0]  # estimates the time on a quiet machine
     return {"rounds": len(samples), "p10_ms": 1e3 * p10, "p50_ms": 1e3 * p50, "p99_ms": 1e3 * p99}
 
 

@@ -45,7 +45,7 @@ PROMPT = tuple(range(16))
 PATIENCE_S = 60.0  # every step waits for its blocks
 ACCEPTED = 2  # tokens of each block
 NEXT_TOKEN = 7
-ATTACH_S = 0.1  # lead of the drafter, so that it drafts from the first step on
+ATTACH_S = 0.1  # head start of the drafter, so that the first step has blocks
 IDENTITY = ("toy-vocabulary", "toy-target")
 ROUTER_NICE = 10  # the router reads verdicts when target and drafter are idle
 
@@ -81,7 +81,7 @@ class Events:
 
 
 class InstantEngine:
-    """Accepts two tokens of each block, in no time."""
+    """Accepts two tokens of each block without computing."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -106,7 +106,7 @@ class InstantEngine:
 
 
 class InstantDraft:
-    """Drafts the same block for every session, in no time, and nothing ahead of verdicts."""
+    """Drafts the same block for every session without computing; never drafts ahead."""
 
     shapes = frozenset((Shape.CHAIN,))
     tokens_per_forward = 1
@@ -182,7 +182,7 @@ def opened(number: int, load: dict[str, Any]) -> Open:
 
 
 async def route(load: dict[str, Any]) -> None:
-    """Opens the load's sessions, and returns after all have ended."""
+    """Opens the load's sessions and returns after all have ended."""
     opens = [opened(number, load) for number in range(load["sessions"])]
     hello = Hello(f"router-{load['name']}", *IDENTITY)
     async with (

@@ -3,10 +3,10 @@
     python benchmarks/router_cost.py --streams 64 --tokens 256 --drafted 0 --json router_cost.json
     git worktree add /tmp/older COMMIT && python benchmarks/router_cost.py --rounds 5 --against /tmp/older
 
-The API and the router run in one process, whose processor time is measured. A target and a drafter run in a second
-process, and the clients in a third, with real HTTP and gRPC on loopback (`router_cost_server.py`). The model is a
-lookup table. The router's work depends on the number of verdicts, so the table also shows the tokens of each verdict;
-`--drafted 0` makes it one.
+The API and the router share one process, and the benchmark measures its CPU time. Target and drafter share a second
+process, and the clients run in a third; all use real HTTP and gRPC on loopback (`router_cost_server.py`). The model is
+a lookup table. Cost depends on the number of verdicts, so the table also shows tokens per verdict; `--drafted 0` makes
+it one.
 
 `--against` adds another checkout's processes, which alternate with this one's in each round because machine speed
 drifts. The profile covers this checkout, in a separate run because profiling slows the server down.

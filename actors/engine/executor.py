@@ -1,8 +1,8 @@
 """Executes the target's steps on one rank: rows in, decisions out. Sampling and acceptance run on the logits' device.
 
 The executor stores the tokens fed for each session. It knows neither a row's purpose nor the owners of cache pages.
-`Engine` is its asynchronous interface, with one awaitable call per step. `within` is a timeout that excludes
-time during which this process was suspended.
+`Engine` is its asynchronous interface, with one awaitable call per step. `within` is a timeout that excludes time
+during which this process was suspended.
 """
 
 import asyncio

@@ -36,7 +36,7 @@ def _unpacked(data: bytes) -> tuple[int, list[int], bytes]:
 
 
 class StepEncoder:
-    """The coordinator's side: encodes plans, and decodes outcomes of the latest plan."""
+    """Encodes plans and decodes outcomes of the latest plan, on the coordinator."""
 
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}  # by session
@@ -137,7 +137,7 @@ def _shape(draft: DraftTree) -> list[int]:
 
 
 class StepDecoder:
-    """The rank's side: decodes requests, and encodes outcomes."""
+    """Decodes requests and encodes outcomes, on the rank."""
 
     def __init__(self) -> None:
         self._names: list[str] = []  # session by slot

@@ -137,7 +137,7 @@ def decode_after_greeting(frame: ProtoMessage) -> Decoded:
 
 
 class OtherVersion(ProtocolError):
-    """The peer has another protocol version."""
+    """The peer uses a different protocol version."""
 
 
 def check_version(greeting: Hello | Welcome) -> None:

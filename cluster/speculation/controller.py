@@ -278,7 +278,7 @@ class KillSwitch:
         if at.pause and not 1 / CHANGED_PACE < pace / at.pace < CHANGED_PACE:
             at.pause = at.pause_left = 0
 
-    def step(self, sessions: int, non_speculative_s: float, seconds: float, pace: float = 1.0) -> None:
+    def step(self, sessions: int, non_speculative_s: float, seconds: float, pace: float) -> None:
         """Records a speculative step of `seconds`; its tokens would take `non_speculative_s` without speculation.
 
         `pace` is the current pace of non-speculative steps.

@@ -119,7 +119,7 @@ class Admission:
         return copies
 
     def _trim(self) -> bool:
-        """Frees the pages of rejected draft tokens, which sessions otherwise keep for their next rows.
+        """Frees pages that held only rejected draft tokens; sessions otherwise keep them for their next rows.
 
         Returns True if pages became available.
         """

@@ -684,8 +684,7 @@ class VerificationScheduler:
             tokens, draft, decides = session.next_tokens(budget)
             start = session.cache.length
             end = start + len(tokens)
-            reserved = self._pages.reserve(name, start, end)
-            if reserved is None and (reserved := self.admission.reserve(session, start, end, in_step)) is None:
+            if (reserved := self.admission.reserve(session, start, end, in_step)) is None:
                 continue
             copies += reserved
             budget -= len(tokens)

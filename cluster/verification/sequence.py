@@ -369,7 +369,7 @@ class TargetSequence:
         )
 
     def learn(self, row: Row, outcome: Outcome, decision: Decision, now: float) -> None:
-        """Updates the statistics of the session's drafts after a commit at time `now`."""
+        """Updates the session's draft statistics after a commit at time `now`."""
         stats = self.stats
         requested_tokens = decision.requested
         if drafted := row.drafted:

@@ -227,25 +227,26 @@ def _of_experts(weight: Tensor) -> Quantized:
     return Quantized(quantized.stored, quantized.weight.transpose(1, 2))
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 264,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+    "eos_token_id": 256,
+    "tie_word_embeddings": False,
+}
+"""Settings common to both models."""
+
+
 def _llama() -> Any:
     """Returns a model whose layers two ranks can split into whole blocks and groups."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=264,
-            hidden_size=HIDDEN,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=128,
-            max_position_embeddings=512,
-            initializer_range=0.1,
-            eos_token_id=256,
-            tie_word_embeddings=False,
-        )
+        LlamaConfig(**SIZES, intermediate_size=256, head_dim=128, max_position_embeddings=512)
     ).eval()
 
 
@@ -255,20 +256,13 @@ def _gpt_oss() -> Any:
     torch.manual_seed(0)
     return GptOssForCausalLM(
         GptOssConfig(
-            vocab_size=264,
-            hidden_size=HIDDEN,
+            **SIZES,
             intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
             head_dim=64,
             num_local_experts=4,
             num_experts_per_tok=4,  # all: rounding may change which of two nearly tied experts is chosen
             sliding_window=16,
-            initializer_range=0.1,
-            eos_token_id=256,
             pad_token_id=257,
-            tie_word_embeddings=False,
         )
     ).eval()
 

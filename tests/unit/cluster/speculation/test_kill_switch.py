@@ -17,7 +17,7 @@ def run(record: KillSwitch, sessions: int, gain: float, steps: int, spread: floa
     for _ in range(steps):
         on.append(record.is_on(sessions))
         if on[-1]:
-            record.step(sessions, sessions * drawn.gauss(gain, spread), sessions)
+            record.step(sessions, sessions * drawn.gauss(gain, spread), sessions, 1.0)
         else:
             record.non_speculative_step(sessions, 1.0)
     return on
@@ -88,7 +88,7 @@ def test_pauses_are_bounded_however_often_speculation_loses():
             paused += 1
         lengths.append(paused)
         while record.is_on(4):
-            record.step(4, 1.0, 4.0)
+            record.step(4, 1.0, 4.0, 1.0)
     assert max(lengths[-200:-100]) == max(lengths[-100:]) < 100_000
 
 
@@ -97,7 +97,7 @@ def test_a_pause_ends_when_the_machine_becomes_quiet_or_busy(pace):
     record = KillSwitch()
     run(record, 4, 0.5, 4000, spread=0.1)
     while record.is_on(4):
-        record.step(4, 1.0, 4.0)
+        record.step(4, 1.0, 4.0, 1.0)
     for _ in range(100):
         record.non_speculative_step(4, 1.1)
     assert not record.is_on(4), "the pace varies a little all the time"
