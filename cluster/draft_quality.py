@@ -1,25 +1,23 @@
 """Monitors draft quality at a drafter's start and while it serves. Pure.
 
 Inputs are the acceptance of verified blocks, by drafter and session, and the draft's own confidence. Outputs are a
-warning at startup, a `Collapse` when acceptance in a session collapses, and acceptance counts. The counts are split by
-context length, cached prefix and position, because an average hides faults such as a draft that fails at long contexts.
+warning at startup, the detection of a session whose acceptance collapses, and acceptance counts. The counts are split
+by context length, cached prefix and position, because an average hides faults such as a draft that fails at long
+contexts.
 
-`CusumDetector` is the statistical test: Page's CUSUM against the session's own history. `CollapseWatch` reports
-collapses of one session. Each report needs new evidence and triggers the next recovery step: the drafter reopens the
-session, another drafter takes it, or it continues without speculation. Later sessions still use the drafter.
-`LoadCheck` compares a new drafter's acceptance of first tokens with the published rate, or else with the draft's own
-confidence. `VersionWatch` compares the current version of a learned draft with the previous one.
+`CollapseWatch` detects a drafter whose copy of a session is wrong; the drafter then reopens the session. `LoadCheck`
+compares a new drafter's acceptance of first tokens with the published rate, or else with the draft's own confidence.
+`VersionWatch` compares the current version of a learned draft with the previous one.
 """
 
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from cluster.speculation.estimators import AcceptanceCounts, Mean, Pairs
 from protos.frozen import value
-from protos.messages import Collapse
 
 MAX_DRAFTERS = 64  # number of most recent drafters kept
 
@@ -70,79 +68,36 @@ class AcceptanceStats:
         }
 
 
-FALSE_ALARM_RATE = 1e-4  # upper bound on false alarms per block; each costs another prefill of the session
-MIN_GOOD_BLOCKS = 8  # minimum good blocks in the history before the test starts
-HISTORY_BLOCKS = 128  # approximate number of blocks in the history
-MIN_USUAL_ACCEPTANCE = 0.25  # minimum usual rate for the test; constantly poor drafts raise no alarm
+MIN_GOOD_BLOCKS = 8  # minimum good blocks before a collapse counts; without them there is nothing to compare with
+USUAL_MEMORY = 1 / 128  # weight of the latest block in the usual rate
+FALSE_ALARM_RATE = 1e-4  # probability of a run of rejected blocks that counts as a collapse; costs a prefill
 HARDER_TEXT_SHARE = 0.85  # assumed lower bound for harder text, as a share of the usual rate
-COLLAPSED_SHARE = 0.15  # further factor for a drafter out of sync, some of whose tokens match by chance
 
 
-NO_BLOCKS = Mean()
+@dataclass(slots=True)
+class CollapseWatch:
+    """Detects that a session's blocks, usually good, are all rejected: the drafter's copy of the session is wrong.
 
-
-@value
-class CusumDetector:
-    """Acceptance history of a session, and the evidence for a drop.
-
-    A block is good if at least one of its tokens was accepted.
-
-    `evidence` is the log-likelihood ratio of two hypotheses for the latest blocks. Relative to the usual rate, the
-    share of good blocks is COLLAPSED_SHARE * HARDER_TEXT_SHARE under the first and HARDER_TEXT_SHARE under the second.
-    The evidence is clamped at 0 and signals a collapse at -log(FALSE_ALARM_RATE). With a known usual rate, the mean
-    number of blocks before a false alarm is at least 1 / FALSE_ALARM_RATE under the second hypothesis (Lorden 1971).
-    Here the rate is estimated. Simulated sessions keep the bound at every constant acceptance: at 0.2, the worst case,
-    there are 9e-5 alarms per block in the first hundred blocks, and from 0.8 on fewer than one per million. The median
-    detection delay is 12 blocks for a fall from 0.8 to 0.1, and 17 blocks for a fall to 0.2.
+    A block is good if at least one of its tokens was accepted. A run of bad blocks is a collapse if it has at most
+    FALSE_ALARM_RATE probability on harder text. Blocks of the run leave the usual rate unchanged: a block counts only
+    if the previous one was good.
     """
 
-    history: Mean = Mean()  # share of good blocks in the history
-    evidence: float = 0.0
-    latest: Mean = Mean()  # share of good blocks since evidence appeared
+    usual: Mean = Mean()  # usual share of good blocks
+    good: int = 0  # number of good blocks since the start or the latest collapse
+    bad_run: int = 0  # number of consecutive bad blocks
 
-    @property
-    def is_collapsed(self) -> bool:
-        """True if good blocks are so rare that the drafter's state must be wrong."""
-        return self.evidence >= -math.log(FALSE_ALARM_RATE)
-
-    @property
-    def is_proven(self) -> bool:
-        """True if the history has enough good blocks for a comparison."""
-        return self._proven >= MIN_GOOD_BLOCKS
-
-    @property
-    def usual(self) -> float:
-        """Usual share of good blocks."""
-        return (self._proven + 0.5) / (self._blocks + 1)
-
-    def after(self, accepted: int) -> "CusumDetector":
-        """Returns the detector after a verified block, which enters the history only while `evidence` is 0."""
-        good = accepted > 0
-        history = self.history if self.evidence else self.history.after(good, 1 / HISTORY_BLOCKS)
-        evidence = self._evidence_after(good)
-        latest = self.latest.after(good, 0.0) if evidence else NO_BLOCKS
-        return CusumDetector(history, evidence, latest)
-
-    def anew(self) -> "CusumDetector":
-        """Returns a detector with the same history and no evidence."""
-        return replace(self, evidence=0.0, latest=Mean())
-
-    @property
-    def _blocks(self) -> int:
-        return min(self.history.count, HISTORY_BLOCKS)
-
-    @property
-    def _proven(self) -> float:
-        """Number of good blocks in the history."""
-        return self._blocks * self.history.value
-
-    def _evidence_after(self, good: bool) -> float:
-        if not self.is_proven or self.usual < MIN_USUAL_ACCEPTANCE:
-            return 0.0
-        if good:
-            return max(0.0, self.evidence + math.log(COLLAPSED_SHARE))
-        harder = HARDER_TEXT_SHARE * self.usual
-        return self.evidence + math.log((1 - COLLAPSED_SHARE * harder) / (1 - harder))
+    def block_verified(self, accepted: int) -> bool:
+        """Records a verified block; returns True if acceptance has collapsed."""
+        if not self.bad_run:
+            self.usual = self.usual.after(accepted > 0, USUAL_MEMORY)
+        self.bad_run = 0 if accepted else self.bad_run + 1
+        self.good += accepted > 0
+        rejected = 1 - HARDER_TEXT_SHARE * self.usual.value
+        if self.good < MIN_GOOD_BLOCKS or rejected**self.bad_run > FALSE_ALARM_RATE:
+            return False
+        self.good = self.bad_run = 0
+        return True
 
 
 CHECKED_TOKENS = (
@@ -208,95 +163,6 @@ class LoadCheck:
         if self.is_over:
             return self
         return LoadCheck(self.published, self.tokens + 1, self.accepted + accepted, self.confidence + confidence)
-
-
-RECENT_BLOCKS = 32  # averaging window for a suspect's blocks over all sessions, and the minimum to clear it
-RECOVERED_SHARE = 0.5  # share of the usual rate that clears a suspect
-MAX_SUSPECTS = 64  # maximum number of suspects; replaced drafters never return
-
-
-@value
-class CollapseWatch:
-    """Collapse test of one session, with the state of its recovery."""
-
-    drift: CusumDetector = CusumDetector()
-    is_resynced: bool = False  # whether the session's drafter has received a Resync
-    is_waiting: bool = False  # after a collapse: ignore blocks until a drafter attaches
-
-    def after(self, accepted: int) -> "CollapseWatch":
-        """Returns the watch after a verified block."""
-        return self if self.is_waiting else CollapseWatch(self.drift.after(accepted), self.is_resynced)
-
-    @property
-    def collapse(self) -> Collapse | None:
-        """The collapse to report, or None if the evidence is insufficient."""
-        drift = self.drift
-        if not drift.is_collapsed:
-            return None
-        return Collapse(drift.usual, drift.latest.value, is_resynced=self.is_resynced)
-
-    def reported(self) -> "CollapseWatch":
-        """Returns the watch after the report of a collapse; recovery is in progress."""
-        return CollapseWatch(self.drift.anew(), is_resynced=True, is_waiting=True)
-
-    def attached(self, suspected: Mean | None = None) -> "CollapseWatch":
-        """Returns the watch after a drafter has attached, for the first time or again.
-
-        `suspected` is the usual rate of a suspected drafter. It replaces the history of a session that has too few good
-        blocks.
-        """
-        drift = self.drift.anew()
-        if suspected is not None and not drift.is_proven:
-            drift = CusumDetector(suspected)
-        return CollapseWatch(drift, self.is_resynced)
-
-
-@value
-class Suspicion:
-    """A drafter with a collapsed session: the usual rate in that session, and the rate of all its blocks since."""
-
-    usual: Mean
-    since: Mean = Mean()
-
-    @property
-    def is_cleared(self) -> bool:
-        return self.since.count >= RECENT_BLOCKS and self.since.value >= RECOVERED_SHARE * self.usual.value
-
-    def after(self, accepted: int) -> "Suspicion":
-        return Suspicion(self.usual, self.since.after(accepted > 0, 1 / RECENT_BLOCKS))
-
-
-class Suspects:
-    """Tracks drafters with a collapsed session until their blocks are good again.
-
-    A session that starts on a broken drafter never builds a history of good blocks. It therefore inherits the drafter's
-    usual rate from before the collapse.
-    """
-
-    def __init__(self) -> None:
-        self._suspicions: OrderedDict[str, Suspicion] = OrderedDict()  # by drafter; the latest collapse is last
-
-    def collapsed(self, drafter: str, usual: Mean) -> None:
-        """Records a collapse in one of the drafter's sessions."""
-        self._suspicions[drafter] = Suspicion(usual)
-        self._suspicions.move_to_end(drafter)
-        if len(self._suspicions) > MAX_SUSPECTS:
-            self._suspicions.popitem(last=False)
-
-    def block(self, drafter: str, accepted: int) -> None:
-        """Records a verified block of the drafter in any session."""
-        suspicion = self._suspicions.get(drafter)
-        if suspicion is None:
-            return
-        suspicion = suspicion.after(accepted)
-        self._suspicions[drafter] = suspicion
-        if suspicion.is_cleared:
-            del self._suspicions[drafter]
-
-    def usual(self, drafter: str) -> Mean | None:
-        """Returns the usual rate of a suspected drafter; None if the drafter is not suspected."""
-        suspicion = self._suspicions.get(drafter)
-        return None if suspicion is None else suspicion.usual
 
 
 COMPARED_POSITIONS = 4  # number of leading block positions compared; draft lengths may differ between versions

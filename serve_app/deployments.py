@@ -493,7 +493,7 @@ class RouterDeployment(_ReplicaDeployment):
         self._ending.push_async_callback(self._router.close)
         self._timeline = self._router.timeline
         self._metrics = Metrics(
-            recoveries=lambda: self._router.sessions.recoveries.by_step(),
+            recoveries=lambda: dict(self._router.sessions.recoveries),
             handovers=lambda: self._router.sessions.handovers,
             model=config.model.name,
         )
@@ -580,7 +580,7 @@ class RouterDeployment(_ReplicaDeployment):
             "idle": self._router.is_idle,
             "ready": self._router.is_ready,
             "refusals": self._router.refusals,
-            "remedies": self._router.sessions.recoveries.by_step(),
+            "remedies": dict(self._router.sessions.recoveries),
             "routed": dict(self._router.sessions.routed),
             "handovers": dict(self._router.sessions.handovers),
             "audits": dict(self._router.audits.counts),

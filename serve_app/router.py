@@ -67,7 +67,6 @@ class RouterActivity:
 
     seeking: int  # number of sessions without a target
     breakers: Mapping[str, bool]  # by drafter address; True: open
-    opened: Mapping[tuple[str, str], int]  # breaker openings by address and cause
 
 
 @dataclass(eq=False)
@@ -270,8 +269,7 @@ class Router:
     def activity(self) -> RouterActivity:
         """Returns the router's current state and counters."""
         seeking = sum(one.session.phase is Phase.SEEKING for one in self.sessions)
-        breakers = self.sessions.breakers
-        return RouterActivity(seeking, breakers.are_open(self._clock()), dict(breakers.opened))
+        return RouterActivity(seeking, self.sessions.breakers.are_open(self._clock()))
 
     @property
     def is_idle(self) -> bool:

@@ -34,6 +34,7 @@ from cluster.autoscaling import (
     decide_drafters,
     decide_targets,
 )
+from cluster.routing.drafter_health import GIVEN_UP, RESYNCED
 from cluster.routing.session_router import LOST, PLANNED
 from serve_app.endpoint_client import ChatEndpoint, Counters
 from serve_app.operations.deploying import serve_details
@@ -78,7 +79,7 @@ def _add(pools: Table, name: str, bounds: tuple[int, int], replicas: Inspected, 
     pools.add_row(name, str(len(replicas)), f"{bounds[0]} to {bounds[1]}", str(decision.desired), decision.why)
 
 
-RECOVERY_STEPS = ("resynced", "replaced", "non_speculative", "given up")
+RECOVERIES = (RESYNCED, GIVEN_UP)
 POSITIONS = 6  # number of block positions shown
 
 
@@ -95,16 +96,13 @@ def drafters_table(drafters: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def recoveries_table(routers: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates the routers' actions against drafters with low acceptance.
-
-    Remedies count sessions, except "given up", which counts events of the drafter.
-    """
-    result = table("Remedies for poor blocks", "drafter", *RECOVERY_STEPS)
+    """Tabulates sessions that drafters reopened, and how often routers gave up drafters without useful blocks."""
+    result = table("Remedies for poor blocks", "drafter", *RECOVERIES)
     counts: Counter[tuple[str, str]] = Counter()
     for one in routers:
         counts.update(one["remedies"])
     for drafter in sorted({drafter for drafter, _ in counts}):
-        result.add_row(drafter, *(str(counts[drafter, step]) for step in RECOVERY_STEPS))
+        result.add_row(drafter, *(str(counts[drafter, step]) for step in RECOVERIES))
     return result
 
 

@@ -3,9 +3,9 @@
 A session starts with an Open and follows its target's verdicts and draft requests. After a gap, the drafter requests
 the missing tokens from the target. After a contradiction, it requests the ledger from the router.
 
-`Capacity` limits the number of sessions: the limit drops by a quarter when most blocks of a window are late, and grows
-slowly while few are. `StepIntervalEstimate` predicts when a verdict is due; lookahead blocks lose their value after
-that time. Pure: callers pass times in.
+`Capacity` limits the number of sessions: the limit drops by a quarter when nearly all blocks of a window are late, and
+grows slowly while few are. `StepIntervalEstimate` predicts when a verdict is due; lookahead blocks lose their value
+after that time. Pure: callers pass times in.
 """
 
 import logging
@@ -43,14 +43,13 @@ from protos.prefix import Prefix
 
 WINDOW_BLOCKS = 8  # blocks per session and window; enough to distinguish LATE_SHARE from IN_TIME_SHARE
 MIN_WINDOW_BLOCKS = 64  # minimum blocks per window, over all sessions
-LATE_SHARE = 0.5  # share of late blocks above which the drafter gives up sessions
+LATE_SHARE = 0.9  # share of late blocks above which the drafter gives up sessions; usually 0.5 if targets do not wait
 IN_TIME_SHARE = 0.25  # share of late blocks below which the limit grows; 0.18 is usual on shared cores
 SHED_SHARE = 0.25  # share of sessions to give up
-GROWTH_SHARE = 0.125  # growth of the limit; smaller than SHED_SHARE to avoid oscillation
 
 
 class Capacity:
-    """Adapts a drafter's session limit, up to `most` sessions."""
+    """Adapts a drafter's session limit, up to `most` sessions, by additive increase and multiplicative decrease."""
 
     def __init__(self, most: int) -> None:
         self.sessions = most
@@ -69,7 +68,7 @@ class Capacity:
             self.sessions = sessions - max(1, int(SHED_SHARE * sessions))
             return sessions - self.sessions
         if share < IN_TIME_SHARE:
-            self.sessions = min(self._most, self.sessions + max(1, int(GROWTH_SHARE * self.sessions)))
+            self.sessions = min(self._most, self.sessions + 1)
         return 0
 
 
@@ -351,7 +350,7 @@ class SessionTable:
         session.sent(proposal)
 
     def note_block(self, late: bool) -> list[Send]:
-        """Records a block, late or in time. Gives up sessions, longest unserved first, when most blocks are late.
+        """Records a block, late or in time. Gives up sessions, longest unserved first, when nearly all blocks are late.
 
         Keeps sessions without requested tokens, because they cost no drafting time.
         """
@@ -360,7 +359,7 @@ class SessionTable:
         sessions_with_requests = (
             [session for session in self.all.values() if session.requested_tokens] if excess else []
         )
-        why = "most blocks are late; this drafter has too many sessions"
+        why = "nearly all blocks are late; this drafter has too many sessions"
         return [send for session in sessions_with_requests[:excess] for send in self._give_up(session, why)]
 
     # ------------------------------------------------------------ helpers

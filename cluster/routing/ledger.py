@@ -169,7 +169,7 @@ class Session:
         self.target: str | None = None
         self.drafter: str | None = None
         self.has_drafted = False  # True after the drafter's first answer in time
-        self._answers: list[DraftAnswer] = []  # outcomes of draft requests since `take_answers`
+        self._answers: list[bool] = []  # outcomes of draft requests since `take_answers`
         self.failed_targets: frozenset[str] = frozenset()
         self.drafts = generation.draft_tokens > 0
         self.counts = Counts()
@@ -224,8 +224,11 @@ class Session:
         self.target = None
         return [ToTarget(left, Close(self.generation.session, self.attempt))]
 
-    def take_answers(self) -> list[DraftAnswer]:
-        """Returns the outcomes of the drafter's requests since the previous call."""
+    def take_answers(self) -> list[bool]:
+        """Returns the outcomes of the drafter's requests since the previous call.
+
+        False: no block came in time, or no token of it was accepted.
+        """
         answers = self._answers
         self._answers = []
         return answers
@@ -260,8 +263,9 @@ class Session:
         self.counts.drafted += verdict.drafted
         self.counts.accepted += verdict.accepted
         if self.drafter is not None and verdict.answer is not DraftAnswer.NOT_ASKED:
-            self._answers.append(verdict.answer)
-            self.has_drafted |= verdict.answer is DraftAnswer.GIVEN
+            is_given = verdict.answer is DraftAnswer.GIVEN
+            self._answers.append(is_given and (verdict.accepted > 0 or not verdict.drafted))
+            self.has_drafted |= is_given
         cached = min(verdict.prefix_cached, prompt_len) if is_first else 0
         commands: list[Command] = [
             CommittedTokens(

@@ -19,6 +19,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -26,7 +27,7 @@ from typing import Generic, TypeVar
 from cluster.envelope import Send
 from cluster.errors import CapacityError, SlipstreamError, TargetLostError
 from cluster.page_allocator import page_hash
-from cluster.routing.drafter_health import Complaint, DrafterWatch, RecoveryLog, RecoveryStep, next_recovery_step
+from cluster.routing.drafter_health import DrafterWatch
 from cluster.routing.ledger import Command, CommittedTokens, Event, Phase, Session, ToDrafter, ToTarget
 from cluster.routing.membership import Endpoint
 from cluster.speculation.circuit_breaker import CircuitBreakers
@@ -334,7 +335,6 @@ class Assignment:
     seeking_since: float  # time of arrival or of the loss of its target
     counted_target: str | None = None  # replicas whose session counts include this session
     counted_drafter: str | None = None
-    was_replaced: bool = False  # True after the session left a bad drafter
     served_by: frozenset[str] = frozenset()  # all targets assigned so far
 
     @property
@@ -362,7 +362,6 @@ class SessionRouter(Generic[F]):
     def __init__(self, router: str, target_wait_s: float, prefixes: PrefixOptions = DEFAULT_PREFIX_OPTIONS) -> None:
         self.targets = Peers(router)
         self.drafters = Peers(router)
-        self.recoveries = RecoveryLog()  # recovery from bad drafters
         self.locality = Locality()
         self._choice = TargetChoice(self.targets, prefixes)
         self.routed = self._choice.routed  # session counts by reason for the target's choice
@@ -373,7 +372,7 @@ class SessionRouter(Generic[F]):
         self._waiting: dict[str, F] = {}  # sessions that may need a target or drafter
         self.breakers = CircuitBreakers()  # circuit breakers of all drafters
         self._watch = DrafterWatch(self.breakers)
-        self.given_up = self._watch.given_up  # number of times that each drafter was given up as silent
+        self.recoveries = self._watch.recoveries  # counts of recoveries by (drafter, kind)
 
     def __len__(self) -> int:
         return len(self._assignments)
@@ -415,11 +414,11 @@ class SessionRouter(Generic[F]):
         self._choice.forget(assignment.session)
 
     def tick(self, now: float) -> Ready[F]:
-        """Replaces silent and bad drafters, assigns waiting sessions, and fails sessions that have waited too long for
-        a target.
+        """Replaces failed drafters, assigns waiting sessions, and fails sessions that have waited too long for a
+        target.
         """
-        self._leave_silent(now)
-        self._handle_complaints(now)
+        for drafter in self._watch.pop_failed(now):
+            self._move_sessions_off(drafter, now)
         for peer in [*self.targets.leaving]:
             self._move_sessions_off(peer, now)
         self._place(list(self._waiting.values()), now)
@@ -444,13 +443,10 @@ class SessionRouter(Generic[F]):
         session = assignment.session
         if isinstance(message, Verdict):
             self._watch.on_verdict(session, message)
-            drafter = session.drafter
             commands = session.on_verdict(peer, message)
             if len(commands) == 1 and isinstance(commands[0], CommittedTokens):  # as in most rounds
                 self._ready.events.append((assignment, commands[0]))
                 return
-            if drafter is not None and session.phase is Phase.DONE:
-                self._watch.ended(session, drafter)
         else:
             if isinstance(message, Refusal):
                 self._note_refusal(peer, assignment, message, now)
@@ -553,43 +549,18 @@ class SessionRouter(Generic[F]):
             else:
                 self._waiting.pop(assignment.name, None)
 
-    def _choose_drafter(self, session: Session, now: float, avoid: str | None = None) -> str | None:
-        """Chooses a drafter by load and proximity to the session's target."""
+    def _choose_drafter(self, session: Session, now: float) -> str | None:
+        """Chooses a drafter by load and proximity to the session's target.
+
+        Returns a drafter without useful blocks if there is no other, because its target notices when it recovers.
+        """
         worth = self.locality.worth(session.target)
-        return self.drafters.choose(lambda one: one != avoid and self.breakers.takes(one, now), worth=worth)
+        choose = partial(self.drafters.choose, worth=worth)
+        return choose(lambda one: self.breakers.takes(one, now)) or choose(lambda one: self.breakers.has_room(one, now))
 
     def _assign_drafter(self, assignment: F, drafter: str, now: float) -> None:
         self._carry_out(assignment, assignment.session.assign_drafter(drafter))
         self.breakers.placed(drafter, assignment.name, now)
-
-    def _leave_silent(self, now: float) -> None:
-        """Processes drafters' answers since the latest tick, and moves sessions off silent drafters."""
-        for drafter in self._watch.pop_silent(now):
-            log.warning("drafter %s is silent; its sessions move to other drafters", drafter)
-            self._move_sessions_off(drafter, now)
-
-    def _handle_complaints(self, now: float) -> None:
-        """Takes the next recovery step for sessions with collapsed acceptance, and gives up bad drafters."""
-        for complaint in self._watch.take_complaints():
-            assignment = self._assignments.get(complaint.session)
-            if assignment is not None and assignment.session.drafter == complaint.drafter:
-                self._recover(assignment, complaint, now)
-
-    def _recover(self, assignment: F, complaint: Complaint, now: float) -> None:
-        drafter = complaint.drafter
-        alternative = self._choose_drafter(assignment.session, now, avoid=drafter)
-        recovery = next_recovery_step(complaint.collapse, assignment.was_replaced, alternative is not None)
-        self.recoveries.record(complaint, recovery)
-        if recovery is RecoveryStep.RESYNCED:
-            return  # the target has already sent the drafter a Resync
-        assignment.was_replaced = True
-        assignment.session.drafts = recovery is not RecoveryStep.NON_SPECULATIVE
-        self._carry_out(assignment, assignment.session.leave_drafter())
-        if alternative is not None and assignment.session.wants_drafter:
-            self._assign_drafter(assignment, alternative, now)
-        if self.breakers.collapsed(drafter, now):
-            self.recoveries.given_up(drafter)
-            self._move_sessions_off(drafter, now)
 
     def _leaves(self, peer: str, now: float) -> None:
         """Handles a peer's announcement of its shutdown, which does not count as a failure."""
@@ -605,7 +576,7 @@ class SessionRouter(Generic[F]):
             if session.target == address and self._choice.choose(session, now):
                 self.handovers["target", PLANNED] += 1
                 self._carry_out(assignment, session.leave_target())
-            elif session.drafter == address and self._choose_drafter(session, now):
+            elif session.drafter == address and self.drafters.choose(lambda one: self.breakers.takes(one, now)):
                 self.handovers["drafter", PLANNED] += is_planned
                 self._carry_out(assignment, session.leave_drafter())
             else:

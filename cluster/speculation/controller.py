@@ -1,27 +1,56 @@
 """Speculation controller of one target replica: computes draft requests from measured steps and blocks.
 
-The policy chooses draft lengths and waits by the value of time. A replica commits up to `rate` tokens per second, so a
-second is worth `rate` tokens. The policy spends time only where it gains more tokens than that (Dinkelbach's method for
-maximizing a ratio). Its inputs are measured costs (`load`) and the results of past blocks (`stats`).
+A draft is worth its expected accepted tokens minus the tokens that its time would yield otherwise. The draft length
+maximizes this value, and is 0 where no length gains. A step's time is priced at the current throughput (Dinkelbach's
+method for maximizing a ratio), and a wait at the throughput of non-speculative steps, which would fill it.
 
-The estimates miss some costs, such as contention with drafters on the same machine, but measured throughput includes
-them. At loads where speculation was slower than non-speculative decoding, the kill switch turns speculation off for a
-while, whatever the estimates. Trials against the estimates share one budget, `TRIAL_SHARE`. Pure; the module reads no
-clock.
+Estimates miss some costs, such as contention with drafters on the same machine, but measured throughput includes them.
+Where speculation was slower than non-speculative decoding at the same load, the kill switch turns it off.
+
+Both tests repeat, so speculation returns within seconds. One session of those whose drafts are worth nothing sends a
+probe after pauses that double (`Adaptive`). After a loss, the pause of the kill switch lasts until a trial would cost
+one percent of it, or until non-speculative steps change their pace. Pure; reads no clock.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.costs import ForwardCost
-from cluster.speculation.estimators import AcceptanceCounts, Chances, Load, Pairs, ReplicaStats, SessionStats, StepCost
+from cluster.speculation.estimators import (
+    MAX_POSITIONS,
+    REPLICA_MEMORY,
+    SILENT_AFTER,
+    AcceptanceCounts,
+    DraftValue,
+    Load,
+    NodeRates,
+    Pairs,
+    StepCost,
+    blend,
+    chances_at,
+)
 from protos.frozen import value
 
-TRIAL_TOKENS = 2  # draft length of a trial: cheap, but long enough to detect better acceptance
-MIN_LOOKAHEAD_GAIN = 0.02  # minimum gain of drafting ahead, in tokens per round
-RESUME_RATIO = 1.15  # hysteresis: ratio of value to cost at which drafting resumes
+FIRST_PAUSE_S = 0.25  # pause after a failed test; doubles after each further one
+MAX_PAUSE_S = 4.0  # speculation returns within seconds
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Exponential backoff between tests that have failed."""
+
+    pause_s: float = 0.0  # latest pause; 0: no recent failure
+    until: float = 0.0  # end of the pause
+
+    def failed(self, now: float, least_s: float = 0.0) -> None:
+        """Starts the next pause, of at least `least_s` seconds."""
+        self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), MAX_PAUSE_S)
+        self.until = now + max(self.pause_s, least_s)
+
+    def reset(self) -> None:
+        self.pause_s = self.until = 0.0
 
 
 @value
@@ -33,7 +62,9 @@ class DraftingDecision:
     least_chance: float = 0.0  # minimum acceptance probability of a token worth verifying
     hold_step: bool = False  # True: a step may wait for the block; False: the block is used only if it arrives in time
     skip_for_s: float = 0.0  # time for which the session may skip steps of other sessions
-    is_trial: bool = False  # True: requested for measurement, without an expected gain
+
+
+NO_DRAFT = DraftingDecision()
 
 
 @value
@@ -47,13 +78,8 @@ class ExpectedBlock:
 class PacingPolicy(Protocol):
     """Interface of policies for a target's draft lengths and waits."""
 
-    def decide(
-        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, allows_trial: bool
-    ) -> DraftingDecision:
-        """Returns the request for the session's next block, of at most `limit` tokens.
-
-        `allows_trial` permits a trial, which is a request without an expected gain.
-        """
+    def decide(self, drafts: DraftValue, limit: int, load: Load, now: float) -> DraftingDecision:
+        """Returns the request for the session's next block, of at most `limit` tokens."""
         ...
 
     def hold_for_s(self, expected: Sequence[ExpectedBlock], load: Load) -> float:
@@ -61,31 +87,46 @@ class PacingPolicy(Protocol):
         ...
 
 
+TRIAL_SHARE = 0.01  # approximate share of time for losing trials, and for non-speculative steps where speculation wins
+MIN_PROBE_STEPS = 16  # minimum pause between probes, in steps
+PROBE_TOKENS = 2  # draft length of a probe: cheap, but long enough to detect better acceptance
+MIN_LOOKAHEAD_GAIN = 0.02  # minimum gain of drafting ahead, in tokens per round
+
+
 class Adaptive:
-    """Requests and awaits drafts only if their expected gain exceeds the cost of the time."""
+    """Requests and awaits drafts only if their expected gain exceeds the cost of the time.
 
-    def decide(
-        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, allows_trial: bool
-    ) -> DraftingDecision:
-        """Extends the draft while each further token pays; requests no block if the block as a whole does not pay.
+    Decisions depend on a session only through the level of its value, so each is computed once per load.
+    """
 
-        With `allows_trial`, a session without drafts tries a short block, and a session that does not wait for blocks
-        waits once to measure their delay.
+    def __init__(self) -> None:
+        self._load = Load()
+        self._decisions: dict[tuple[int, int], DraftingDecision] = {}  # by (level, limit)
+        self._probes = Backoff()
+        self._reading: DraftValue | None = None  # session with a due probe, whose drafter has yet to answer
+
+    def decide(self, drafts: DraftValue, limit: int, load: Load, now: float) -> DraftingDecision:
+        """Returns the request of the session's level, or a probe if that does not measure the drafter.
+
+        A probe continues while the target accepts its tokens.
         """
+        if load is not self._load:
+            if load.sessions != self._load.sessions or not self._load.speculates:
+                self._probes.until = 0.0
+            self._load = load
+            self._decisions = {}
         if not load.speculates:
-            return DraftingDecision()
-        decision = self._best_request(stats, replica, limit, load)
-        if decision.hold_step or not allows_trial:
+            return NO_DRAFT
+        level = drafts.level
+        decision = self._decisions.get((level, limit))
+        if decision is None:
+            decision = self._decisions[level, limit] = best_request(level, limit, load)
+        if decision.hold_step:
+            if drafts.is_probed:
+                drafts.is_probed = False
+                self._probes.reset()
             return decision
-        if decision.tokens:
-            return DraftingDecision(decision.tokens, decision.worth, decision.least_chance, True, is_trial=True)
-        if not stats.is_disabled:
-            return decision  # drafting stops just now; too early for a trial
-        tokens = min(TRIAL_TOKENS, limit)
-        optimistic_gains = [
-            chance + bonus for chance, bonus, _ in stats.chances.expectations_of(replica.chances, tokens)
-        ]
-        return DraftingDecision(tokens, sum(optimistic_gains), hold_step=True, is_trial=True)
+        return self._probe(drafts, limit, decision, now)
 
     def hold_for_s(self, expected: Sequence[ExpectedBlock], load: Load) -> float:
         """Returns the longest wait whose cost does not exceed the gain from the awaited blocks.
@@ -93,62 +134,78 @@ class Adaptive:
         The awaited blocks are the earliest ones, up to the number with the largest net gain. If they are late, the wait
         costs at most their expected gain.
         """
+        rate = load.non_speculative_rate
         best = worth = total = 0.0
         for block in sorted(expected, key=lambda block: block.in_s):
             total += block.worth
-            gain = total - load.rate * max(0.0, block.in_s)
+            gain = total - rate * max(0.0, block.in_s)
             if gain > best:
                 best = gain
                 worth = total
-        return worth / load.rate if load.rate else 0.0  # the value of time is unknown before the first step
+        return worth / rate if rate else 0.0  # the value of time is unknown before the first step
 
-    def _best_request(self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load) -> DraftingDecision:
-        """Returns the most valuable request: an awaited block, or a block used only if it arrives in time.
+    def _probe(self, drafts: DraftValue, limit: int, decision: DraftingDecision, now: float) -> DraftingDecision:
+        """Returns `decision`, or a request for a few tokens if a probe is due.
 
-        Each token gains its acceptance probability and costs its share of the step. Sessions that wait at the same time
-        share the cost.
+        A probe is awaited for a small share of the pause before it. Until the drafter's first answer, which may include
+        prefill, the request is not awaited.
         """
-        draft_token_s = replica.delay.slope
-        token_value_per_s = load.rate * (RESUME_RATIO if stats.is_disabled else 1.0)  # value of a second, in tokens
-        waiting = token_value_per_s / max(1.0, load.sessions * (1 - stats.hits))
-        least_chance = min(1.0, token_value_per_s * load.token_s[0])
-        tokens = awaited_tokens = 0
-        worth = awaited_worth = 0.0
-        gain = -waiting * replica.delay.base
-        for (p_accepted, exploration_bonus, p_drafted), token_s in zip(
-            stats.chances.expectations_of(replica.chances, limit), load.token_s, strict=False
-        ):
-            gain_of_token = p_accepted + exploration_bonus - token_value_per_s * p_drafted * token_s
-            if gain_of_token <= 0:
-                break
-            wait = waiting * p_drafted * draft_token_s
-            if awaited_tokens == tokens and gain_of_token > wait:
-                awaited_tokens = awaited_tokens + 1
-                awaited_worth = awaited_worth + gain_of_token
-                gain = gain + gain_of_token - wait
-            tokens = tokens + 1
-            worth = worth + gain_of_token
-        if gain > 0:
-            return self._request_with_wait(awaited_tokens, awaited_worth, least_chance, stats, load)
-        return (
-            DraftingDecision(tokens, worth, least_chance)
-            if stats.hits * worth > MIN_LOOKAHEAD_GAIN
-            else DraftingDecision()
-        )
+        load = self._load
+        if drafts.is_probed:
+            drafts.is_probed = False
+            if drafts.accepted > waiting_cost(load) * drafts.delay_s:
+                drafts.log_odds = max(0.0, drafts.log_odds)
+                self._probes.reset()
+            else:
+                self._probes.failed(now, MIN_PROBE_STEPS * load.step.non_speculative_s(load.sessions))
+        tokens = decision.tokens or min(PROBE_TOKENS, limit)
+        is_reading = drafts is self._reading
+        if now < self._probes.until and not (is_reading and drafts.has_drafted):
+            return DraftingDecision(tokens) if is_reading else decision
+        self._probes.until = now + FIRST_PAUSE_S  # one probe at a time
+        if not drafts.has_drafted and not is_reading:
+            self._reading = drafts
+            return DraftingDecision(tokens)
+        self._reading = None
+        drafts.is_probed = True
+        worth = max(float(tokens), load.non_speculative_rate * TRIAL_SHARE * self._probes.pause_s)
+        return DraftingDecision(tokens, worth, decision.least_chance, hold_step=True)
 
-    def _request_with_wait(
-        self, tokens: int, worth: float, least_chance: float, stats: SessionStats, load: Load
-    ) -> DraftingDecision:
-        """Returns a request with a wait. Each round without a block halves the expected gain, so a dead drafter costs
-        little.
 
-        A session that skips a step loses a token. A session that joins without a block may lack one after the step too.
-        The session therefore skips while its own time is worth less than the block's gain.
-        """
-        worth *= 0.5**stats.missed_rounds
-        skips = load.rate > 0 and (1 - stats.hits) * worth > 1
-        skip_for_s = worth * load.sessions / load.rate if skips else 0.0
-        return DraftingDecision(tokens, worth, least_chance, True, skip_for_s)
+def waiting_cost(load: Load) -> float:
+    """Returns the cost of a second of waiting, in tokens per session; sessions that wait at the same time share it."""
+    return load.non_speculative_rate / max(1.0, load.sessions * (1 - load.hits))
+
+
+def best_request(level: int, limit: int, load: Load) -> DraftingDecision:
+    """Returns the most valuable request: an awaited block, or a block used only if it arrives in time.
+
+    Each token gains its acceptance probability and costs its share of the step. Sessions that wait at the same time
+    share the cost of the wait. A session that skips a step loses a token. A session that joins without a block may lack
+    one after the step too. The session therefore skips while its own time is worth less than the block's gain.
+    """
+    rate = load.non_speculative_rate
+    waiting = waiting_cost(load)
+    token_wait = waiting * load.delay.slope
+    tokens = awaited_tokens = 0
+    worth = awaited_worth = 0.0
+    gain = -waiting * load.delay.base
+    for p_accepted, token_s in zip(chances_at(level, load.accepted[:limit]), load.token_s, strict=False):
+        gain_of_token = p_accepted - load.rate * token_s
+        if gain_of_token <= 0:
+            break
+        if awaited_tokens == tokens and gain_of_token > token_wait:
+            awaited_tokens += 1
+            awaited_worth += gain_of_token
+            gain += gain_of_token - token_wait
+        tokens += 1
+        worth += gain_of_token
+    least_chance = min(1.0, load.rate * load.token_s[0])
+    if gain > 0:
+        skips = rate > 0 and (1 - load.hits) * awaited_worth > 1
+        skip_for_s = awaited_worth * load.sessions / rate if skips else 0.0
+        return DraftingDecision(awaited_tokens, awaited_worth, least_chance, True, skip_for_s)
+    return DraftingDecision(tokens, worth, least_chance) if load.hits * worth > MIN_LOOKAHEAD_GAIN else NO_DRAFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,17 +217,46 @@ class ReferenceLoop:
 
     patience: float = 2.0
 
-    def decide(
-        self, stats: SessionStats, replica: ReplicaStats, limit: int, load: Load, allows_trial: bool
-    ) -> DraftingDecision:
-        is_responsive = stats.missed_rounds == 0
+    def decide(self, drafts: DraftValue, limit: int, load: Load, now: float) -> DraftingDecision:
+        is_responsive = drafts.missed == 0
         return DraftingDecision(limit, float(is_responsive), hold_step=True, skip_for_s=self.patience * is_responsive)
 
     def hold_for_s(self, expected: Sequence[ExpectedBlock], load: Load) -> float:
         return self.patience if any(block.worth for block in expected) else 0.0
 
 
-TRIAL_SHARE = 0.01  # approximate share of time for losing trials, and for non-speculative steps where speculation wins
+FIRST_WAIT_STEPS = 4  # steps until a silent drafter is awaited again; doubles up to MAX_WAIT_STEPS
+MAX_WAIT_STEPS = 128
+
+
+class SilentDrafters:
+    """Tracks drafters that steps no longer wait for after several missed steps, except at growing intervals.
+
+    Silence is a property of the drafter, so new sessions do not wait for it either. Measured on four sessions of 160
+    tokens at a drafter that hangs, throughput relative to non-speculative decoding: 0.99; with one count per session,
+    0.88.
+    """
+
+    def __init__(self) -> None:
+        self._missed: Counter[str] = Counter()  # consecutive missed steps, by drafter
+
+    def missed(self, drafters: Iterable[str]) -> None:
+        """Records that these drafters did not answer a request for the latest step."""
+        self._missed.update(drafters)
+
+    def answered(self, drafter: str) -> None:
+        """Records a drafter's message, or the loss of its stream."""
+        self._missed.pop(drafter, None)
+
+    def is_awaited(self, drafter: str) -> bool:
+        """Returns True if the next step may wait for the drafter."""
+        silent = self._missed[drafter] - SILENT_AFTER
+        if silent < 0:
+            return True
+        turns, rest = divmod(silent + 1, FIRST_WAIT_STEPS)
+        return not rest and (turns % (MAX_WAIT_STEPS // FIRST_WAIT_STEPS) == 0 or turns & (turns - 1) == 0 < turns)
+
+
 GAIN_MEMORY = 0.02  # weight of the latest step: about 50 steps reveal a gain of 1.25 despite deviations of 0.8
 MIN_ERROR_SHARE = 0.5  # share of the error kept at full memory; without it, gains of 5 % were often mistaken for losses
 MIN_LOSS_STEPS = 12  # minimum decayed steps before a loss counts; a short benchmark of 16 sessions has 100 steps
@@ -239,14 +325,10 @@ class _AtLoad:
 
 
 class KillSwitch:
-    """Turns speculation on and off by load, measured as the octave of the number of concurrent sessions.
-
-    All sessions share one budget for trials.
-    """
+    """Turns speculation on and off by load, measured as the octave of the number of concurrent sessions."""
 
     def __init__(self) -> None:
         self._loads: defaultdict[int, _AtLoad] = defaultdict(_AtLoad)
-        self._owed = 0.0  # number of decisions until the latest trials are paid for
 
     def is_on(self, sessions: int) -> bool:
         """Returns True if speculation is on at this load."""
@@ -255,18 +337,6 @@ class KillSwitch:
     def gain(self, sessions: int) -> float:
         """Returns the ratio of speculative to non-speculative throughput; 1 while unknown."""
         return self._at(sessions).speedup.ratio
-
-    @property
-    def allows_trial(self) -> bool:
-        """True if the budget permits a trial."""
-        return self._owed <= 0
-
-    def round(self, sessions: int, is_trial: bool) -> None:
-        """Records a decision for one of `sessions` sessions.
-
-        All of them pay for a trial, because it delays their common step.
-        """
-        self._owed = max(0.0, self._owed - 1) + is_trial * sessions / TRIAL_SHARE
 
     def non_speculative_step(self, sessions: int, pace: float) -> None:
         """Records a step without drafts in which drafts were allowed.
@@ -303,10 +373,7 @@ class KillSwitch:
         return self._loads[octave(sessions)]
 
 
-DELAY_MEMORY = 0.01  # weight of the latest block's delay; delays are noisy, and all sessions contribute
-# Every 64 rounds, a session waits once to refresh the delay estimate. Without this, a drafter that was slow once would
-# count as slow forever. With waits in 1 % of the rounds, 16 sessions delayed every sixth step and lost 4 %.
-MAX_UNAWAITED_ROUNDS = 64
+REFRESH_STEPS = 8  # maximum age of the snapshot of estimates, in steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,48 +393,60 @@ class SpeculationController:
     """Learns from steps, blocks and answers; decides each session's draft request."""
 
     def __init__(self, policy: PacingPolicy, profile: ForwardCost | None) -> None:
-        self.load = Load(StepCost.profiled(profile))
         self._blocks: Counter[tuple[int, int]] = Counter()  # all blocks since startup, by (requested, accepted) tokens
         self.chosen: Counter[int] = Counter()  # number of draft requests, by draft length
         self.blocks_timed = 0  # number of blocks with a measured delay
         self.block_delay_s = 0.0  # total delay of these blocks after their verdicts, in seconds
         self._policy = policy
         self._kill_switch = KillSwitch()
-        self._chances = Chances()  # counts of all sessions' blocks
-        # Block delay in seconds over the number of tokens, by octave of the number of sessions.
-        self._delays: defaultdict[int, Pairs] = defaultdict(Pairs)
+        self._rates = NodeRates()
+        self._hits = 0.5
+        self._delay = Pairs()
         self._was_drafted_for = False  # True if blocks were requested for the latest step
         self._draft_version = 0  # newest version of a learned draft
+        self._steps = 0  # number of steps since the snapshot
+        self._expectations: dict[tuple[int, int], float] = {}  # accepted tokens by (level, requested tokens)
+        self._now = 0.0  # end of the latest step
+        self.load = Load(StepCost(profile))
 
-    def record_step(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
+    def record_step(self, step: StepShape, committed: int, seconds: float, took_s: float, now: float) -> None:
         """Records a step of `seconds` that committed `committed` tokens of sessions past their prompts.
 
         `took_s` also includes the wait before the step. The step after a speculative step counts as speculative too,
         because drafters may still be running.
         """
+        self._now = now
+        self._steps += 1
         speculates = step.is_drafted_for or self._was_drafted_for
         self._was_drafted_for = step.is_drafted_for
         took_s = took_s or seconds  # a coarse clock may measure 0
+        cost = self.load.step
         if step.decoding and speculates:
             self._speculated(step, committed, seconds, took_s)
+        elif step.decoding and step.prompts:
+            cost.with_prompts(step.rows, step.tokens, took_s)
         elif step.decoding:
-            self._decoded_plainly(step, took_s)
+            cost.non_speculative(step.rows, took_s)
         if not step.is_drafted_for and step.is_open_to_drafts:
-            self._kill_switch.non_speculative_step(self.load.sessions, self.load.step.non_speculative_pace)
+            self._kill_switch.non_speculative_step(self.load.sessions, cost.non_speculative_pace)
 
     def draft_attached(self, version: int) -> None:
         """Forgets what earlier drafts gained once a newer version drafts, so that losses of theirs do not delay it."""
         if version > self._draft_version:
             self._draft_version = version
             self._kill_switch = KillSwitch()
-            self._chances = Chances()
+            self._rates = NodeRates()
+            self._steps = REFRESH_STEPS
 
-    def block_verified(self, requested: int, room: int, drafted: int, accepted: Sequence[int]) -> None:
+    def block_verified(
+        self, drafts: DraftValue, requested: int, room: int, drafted: int, accepted: Sequence[int]
+    ) -> None:
         """Records a verified block: `requested` and `drafted` nodes, and the indices of the accepted nodes.
 
         `room` is the maximum block length under the session's length limit.
         """
-        self._chances = self._chances.after(requested, drafted, accepted)
+        drafts.update(len(accepted), self._expected(drafts, drafted or requested))
+        self._rates.block_verified(drafted or 1, accepted)  # a NoDraft counts like a rejected token
         self._blocks[min(requested, room), len(accepted)] += 1
 
     @property
@@ -375,57 +454,62 @@ class SpeculationController:
         """Counts of all blocks since startup."""
         return AcceptanceCounts.of(self._blocks)
 
+    def block_missed(self, drafts: DraftValue, requested: int, waited_s: float) -> None:
+        """Records that no block came although a step waited for `waited_s` seconds.
+
+        Its delay is unknown but longer, so it counts as twice the wait, as in the backoff of RFC 6298.
+        """
+        if drafts.has_drafted:
+            drafts.update(0, self._expected(drafts, requested))
+        if waited_s > self._delay.at(requested):
+            self._delay = self._delay.after(requested, 2 * waited_s, REPLICA_MEMORY)
+
     def block_arrived(self, tokens: int, delay_s: float) -> None:
         """Records a block of `tokens` tokens that arrived `delay_s` seconds after its verdict."""
         self.blocks_timed += 1
         self.block_delay_s += delay_s
-        at = octave(self.load.sessions)
-        self._delays[at] = self._delays[at].after(tokens, delay_s, DELAY_MEMORY)
+        self._delay = self._delay.after(tokens, delay_s, REPLICA_MEMORY)
 
-    def decide(self, stats: SessionStats, limit: int, sessions: int) -> DraftingDecision:
+    def decide(self, drafts: DraftValue, limit: int, sessions: int) -> DraftingDecision:
         """Returns the request for the next block, of at most `limit` tokens, for one of `sessions` sessions."""
-        gain = self._kill_switch.gain(sessions)
         speculates = self._kill_switch.is_on(sessions)
-        if (sessions, gain, speculates) != (self.load.sessions, self.load.gain, self.load.speculates):
-            self.load = replace(self.load, sessions=sessions, gain=gain, speculates=speculates)
-        replica = ReplicaStats(self._chances, self._delays[octave(sessions)])
-        is_disabled = stats.is_disabled
-        is_due = (
-            stats.is_on_trial or self._kill_switch.allows_trial
-            if is_disabled
-            else stats.rounds_without_wait >= MAX_UNAWAITED_ROUNDS
-        )
-        decision = self._policy.decide(stats, replica, limit, self.load, is_due)
-        if speculates:
-            stats.request_sent(decision.tokens > 0, decision.hold_step, decision.is_trial)
-        self._kill_switch.round(sessions, decision.is_trial and is_disabled)
+        load = self.load
+        if self._steps >= REFRESH_STEPS or sessions != load.sessions or speculates != load.speculates:
+            self._refresh(sessions, speculates)
+        if drafts.was_requested:
+            self._hits = blend(self._hits, drafts.has_hit, REPLICA_MEMORY)
+        decision = self._policy.decide(drafts, min(limit, MAX_POSITIONS), self.load, self._now)
+        drafts.was_requested = decision.tokens > 0
         self.chosen[decision.tokens] += 1
         return decision
+
+    def _expected(self, drafts: DraftValue, requested: int) -> float:
+        """Returns the number of accepted tokens of a block of `requested` tokens that the estimates predict."""
+        key = drafts.level, requested
+        expected = self._expectations.get(key)
+        if expected is None:
+            expected = self._expectations[key] = sum(chances_at(drafts.level, self.load.accepted[:requested]))
+        return expected
+
+    def _refresh(self, sessions: int, speculates: bool) -> None:
+        """Takes a snapshot of all estimates."""
+        self._steps = 0
+        self._expectations.clear()
+        gain = self._kill_switch.gain(sessions)
+        accepted = tuple(self._rates.accepted)
+        self.load = Load(self.load.step, sessions, gain, speculates, accepted, self._hits, self._delay)
 
     def _speculated(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
         """Reports a speculative step's duration to the kill switch, with the non-speculative duration for the same
         work.
         """
-        load = self.load
-        cost = load.step
+        cost = self.load.step
         token_s = cost.non_speculative_s(step.decoding) / step.decoding
         if non_speculative_s := self._non_speculative_s(step):
-            self._kill_switch.step(
-                load.sessions,
-                non_speculative_s + (committed - step.decoding) * token_s,
-                took_s,
-                cost.non_speculative_pace,
-            )
+            expected_s = non_speculative_s + (committed - step.decoding) * token_s
+            self._kill_switch.step(self.load.sessions, expected_s, took_s, cost.non_speculative_pace)
         if not step.prompts:
-            self.load = replace(load, step=cost.after_drafts(step.rows, step.tokens, seconds))
-
-    def _decoded_plainly(self, step: StepShape, took_s: float) -> None:
-        cost = self.load.step
-        if step.prompts:
-            cost = cost.after_prompts(step.rows, step.tokens, took_s)
-        else:
-            cost = cost.after_non_speculative(step.rows, took_s)
-        self.load = replace(self.load, step=cost)
+            cost.with_drafts(step.rows, step.tokens, seconds)
 
     def _non_speculative_s(self, step: StepShape) -> float:
         """Returns the duration of a non-speculative step with the same prompts and one token per other session.

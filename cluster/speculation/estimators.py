@@ -1,23 +1,23 @@
-"""Estimators for speculation control: acceptance by node, step cost, and weighted means.
+"""Estimators for speculation control: acceptance by node, the value of a session's drafts, step cost, weighted means.
 
 The nodes of a block are sorted by probability, so the acceptance rate of node k is the value of a k-th draft token. In
-a chain, k is the position. There are three sets of statistics: per session, over tens of blocks; per replica, for
-sessions with few blocks; and the replica's totals since startup, for capacity planning.
+a chain, k is the position. A replica estimates these rates over all sessions. A session's own estimate is one number:
+the log odds of acceptance relative to the replica's rates (`DraftValue`).
 
 A startup profile gives the shape of step cost over rows and tokens; live steps give its scale. Live steps have similar
 sizes, so a curve fitted to them alone would not predict other sizes, such as non-speculative steps. Where speculation
 pays, non-speculative steps are rare and the machine's pace drifts between them. Their cost is therefore estimated
 relative to the pace of the surrounding speculative steps.
 
-Estimators are immutable; each measurement creates a new value. `memory` is the weight of the latest measurement, so the
-effective window is about 1 / memory measurements. Pure arithmetic; callers pass times in.
+`memory` is the weight of the latest measurement, so the effective window is about 1 / memory measurements. Pure
+arithmetic; callers pass times in.
 """
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 
 from cluster.costs import ForwardCost
 from protos.frozen import value
@@ -91,116 +91,107 @@ class Pairs:
         """Intercept of the line."""
         return max(0.0, self.y - self.slope * self.x) / self.weight if self.weight else 0.0
 
+    def at(self, x: float) -> float:
+        """Returns the line's value at x; 0 without measurements."""
+        return self.base + self.slope * x
+
 
 MAX_POSITIONS = 16  # maximum number of nodes counted per block, and maximum requested length
-ACCEPTANCE_MEMORY = 0.06  # weight of the latest block; predictability varies by paragraph
-REPLICA_STRENGTH = 3.0  # weight of PRIOR, in blocks; a replica's first blocks soon outweigh it
-SESSION_STRENGTH = 8.0  # weight of other sessions, in blocks; four bad blocks prove nothing at a usual rate of 0.5
-PRIOR = tuple(0.5**position for position in range(1, MAX_POSITIONS + 1))  # optimistic prior, so that blocks are tried
-MIN_REACHED = 32  # minimum blocks before a position's rate is published: standard error below 0.09
+REPLICA_MEMORY = 0.04  # weight of the latest block of any session
+FIRST_CHANCE = 0.5  # acceptance rate of each node, given the previous one, before the first block
+PRIOR_BLOCKS = 3.0  # weight of FIRST_CHANCE, in blocks
+RETRY_MEMORY = 0.1  # weight of extrapolation for nodes beyond the requested ones, relative to a measurement
 
 
-@value
-class Chances:
-    """Decayed counts of requested, drafted and accepted nodes, by node index.
+class NodeRates:
+    """Acceptance rates of drafted nodes, by node, over all sessions of a replica.
 
-    The counts are as long as the longest requested block. A drafter may end a block early.
+    Nodes that are requested but not drafted do not count: a drafter ends a block early where it is not confident, and
+    hits are as long as their drafting was. The next node beyond the drafted ones is extrapolated geometrically, so that
+    lengths grow again.
     """
 
-    requested: tuple[float, ...] = ()
-    drafted: tuple[float, ...] = ()  # same length as `requested`
-    accepted: tuple[float, ...] = ()
+    def __init__(self) -> None:
+        self.accepted = [FIRST_CHANCE ** (node + 1) for node in range(MAX_POSITIONS)]
+        self._blocks = [PRIOR_BLOCKS] * MAX_POSITIONS
 
-    def after(self, requested: int, drafted: int, accepted: Container[int]) -> "Chances":
-        """Returns the counts after a verified block; `accepted` contains the indices of accepted nodes.
-
-        Counts of nodes that are not requested decay, so that these nodes are tried again.
-        """
-        new = (0.0,) * (min(requested, MAX_POSITIONS) - len(self.requested))
-        decay = 1 - ACCEPTANCE_MEMORY
-        return Chances(
-            tuple([decay * count + (node < requested) for node, count in enumerate(self.requested + new)]),
-            tuple([decay * count + (node < drafted) for node, count in enumerate(self.drafted + new)]),
-            tuple([decay * count + (node in accepted) for node, count in enumerate(self.accepted + new)]),
-        )
-
-    def expectations_of(self, others: "Chances", positions: int) -> list[tuple[float, float, float]]:
-        """Returns one triple of expectations for each of the first `positions` nodes of the next block.
-
-        A triple contains the cumulative acceptance probability, its standard error (an exploration bonus), and the
-        probability that the node is drafted. `others` contains the counts of all sessions; they dominate while this
-        session has few blocks.
-        """
-        counts = others.requested, others.drafted, others.accepted, self.requested, self.drafted, self.accepted
-        seen = islice(zip_longest(PRIOR, *counts, fillvalue=0.0), min(positions, MAX_POSITIONS))
-        expectations = []
-        for prior, o_requested, o_drafted, o_accepted, requested, drafted, accepted in seen:
-            usual = REPLICA_STRENGTH + o_requested
-            blocks = SESSION_STRENGTH + requested
-            p_accepted = (SESSION_STRENGTH * ((REPLICA_STRENGTH * prior + o_accepted) / usual) + accepted) / blocks
-            p_drafted = (SESSION_STRENGTH * ((REPLICA_STRENGTH + o_drafted) / usual) + drafted) / blocks
-            expectations.append((p_accepted, math.sqrt(p_accepted * (1 - p_accepted) / blocks), p_drafted))
-        return expectations
+    def block_verified(self, drafted: int, accepted: Container[int]) -> None:
+        """Records a verified block of `drafted` nodes; `accepted` contains the indices of accepted nodes."""
+        drafted = min(drafted, MAX_POSITIONS)
+        rates = self.accepted
+        for node in range(drafted):
+            self._blocks[node] += 1
+            rates[node] += max(REPLICA_MEMORY, 1 / self._blocks[node]) * ((node in accepted) - rates[node])
+        if 1 <= drafted < MAX_POSITIONS:
+            before = rates[drafted - 2] if drafted > 1 else 1.0
+            guess = rates[drafted - 1] ** 2 / before if before else 0.0
+            weight = RETRY_MEMORY * REPLICA_MEMORY if self._blocks[drafted] > PRIOR_BLOCKS else 1.0
+            rates[drafted] += weight * (guess - rates[drafted])
 
 
-@value
-class ReplicaStats:
-    """Statistics over all sessions of a replica."""
-
-    chances: Chances = Chances()
-    delay: Pairs = Pairs()  # block delay in seconds over the number of tokens, without lookahead blocks
+# Step of a session's log odds per accepted token above or below the expectation. The noise of 0.2 cost up to 10 % of
+# the simulated throughput where all sessions are alike.
+VALUE_RATE = 0.1
+VALUE_MEMORY = 0.01  # share of the log odds that fades per round, so that a session tries drafts again
+MAX_LOG_ODDS = 4.0
+LEVELS = 2  # levels per unit of log odds
+DELAY_MEMORY = 0.25  # weight of the latest block's delay
+SILENT_AFTER = 3  # missed rounds or steps after which a drafter counts as silent; single late blocks prove nothing
 
 
 @dataclass(slots=True)
-class SessionStats:
-    """Statistics of a session's blocks and their delays, and its speculation state."""
+class DraftValue:
+    """Estimate of what one drafter's blocks are worth in one session.
 
-    chances: Chances = Chances()
-    delay_s: float = 0.0  # decayed mean delay from a verdict to its block, in seconds, without hits
-    hits: float = 0.5  # decayed share of verdicts whose next block had already arrived
-    missed_rounds: int = 0  # number of rounds since the latest block
-    rounds_without_wait: int = 0  # consecutive rounds whose block was not worth a wait
-    is_disabled: bool = False  # True: no blocks are requested because they did not pay
-    is_on_trial: bool = False  # True: a trial is in progress and may continue
+    A missing block, a late block and a rejected block all count as requested tokens without acceptance.
+    """
 
-    def block_verified(self, requested: int, drafted: int, accepted: Sequence[int]) -> None:
-        """Records the accepted nodes of a block with `drafted` of the `requested` nodes."""
-        self.chances = self.chances.after(requested, drafted, accepted)
-        if accepted:
-            self.is_on_trial = self.is_disabled
+    log_odds: float = 0.0  # acceptance relative to the replica's rates
+    delay_s: float = 0.0  # decayed mean delay from a verdict to its block; 0: unknown
+    has_drafted: bool = False  # False before the drafter's first answer; misses before it prove nothing
+    missed: int = 0  # number of rounds since the latest block
+    accepted: int = 0  # accepted tokens of the latest round
+    has_hit: bool = False  # True if the next block had already arrived at the latest verdict
+    is_probed: bool = False  # True if the latest request was a probe
+    was_requested: bool = False  # True if the latest verdict came with a request
 
-    def no_draft_received(self, requested: int) -> None:
-        """Records a NoDraft, which counts as a requested block without nodes."""
-        self.chances = self.chances.after(requested, 0, ())
+    @property
+    def level(self) -> int:
+        """Log odds in steps of 1 / LEVELS."""
+        return round(LEVELS * self.log_odds)
 
-    def block_arrived(self, delay_s: float) -> None:
-        """Records a block or NoDraft; both show that the drafter is alive."""
-        self.delay_s = blend(self.delay_s, delay_s, ACCEPTANCE_MEMORY)
-        self.missed_rounds = 0
+    def update(self, accepted: int, expected: float) -> None:
+        """Records a requested block with `accepted` of the `expected` tokens."""
+        log_odds = self.log_odds + VALUE_RATE * (accepted - expected)
+        self.log_odds = max(-MAX_LOG_ODDS, min(MAX_LOG_ODDS, log_odds))
 
-    def verdict_sent(self, hit: bool) -> None:
-        """Records a verdict with a draft request; `hit` is True if the block had already arrived."""
-        self.hits = blend(self.hits, hit, ACCEPTANCE_MEMORY)
-        if hit:
-            self.missed_rounds = 0
+    def round_ended(self, accepted: int, is_missed: bool, has_hit: bool) -> None:
+        """Records a verdict: `is_missed` if no block came for it, and `has_hit` if the next block is already here."""
+        self.accepted = accepted
+        self.log_odds *= 1 - VALUE_MEMORY
+        self.missed = 0 if has_hit else self.missed + is_missed
+        self.has_hit = has_hit
 
-    def non_speculative_round(self) -> None:
-        """Records a round without a block."""
-        self.missed_rounds += 1
+    def block_arrived(self, delay_s: float | None) -> None:
+        """Records a block or NoDraft; None if its delay is not typical."""
+        self.missed = 0
+        self.has_drafted = True
+        if delay_s is not None:
+            self.delay_s = blend(self.delay_s, delay_s, DELAY_MEMORY) if self.delay_s else delay_s
 
-    def request_sent(self, is_sent: bool, is_awaited: bool, is_trial: bool) -> None:
-        """Records a decision: whether a block is requested, whether it is worth a wait, and whether it is a trial.
+    @property
+    def is_silent(self) -> bool:
+        """True if no block has come for several rounds."""
+        return self.missed >= SILENT_AFTER
 
-        A trial has two blocks, because the drafter may not be ready for the first. It continues while blocks have
-        accepted tokens.
-        """
-        if is_sent:
-            self.rounds_without_wait = 0 if is_awaited else self.rounds_without_wait + 1
-        if not is_trial:
-            self.is_disabled = not is_sent
-            self.is_on_trial = False
-        elif self.is_disabled:
-            self.is_on_trial = not self.is_on_trial
+
+def chances_at(level: int, rates: Sequence[float]) -> list[float]:
+    """Returns acceptance rates whose odds differ from `rates` by a session's level."""
+    odds = math.exp(level / LEVELS)
+    return [odds * rate / (1 + (odds - 1) * rate) for rate in rates]
+
+
+MIN_REACHED = 32  # minimum blocks before a position's rate is published: standard error below 0.09
 
 
 @value
@@ -261,65 +252,51 @@ def pace_after(pace: Mean, ratio: float, memory: float = COST_MEMORY) -> Mean:
     return pace.after(min(ratio, 2 * pace.value or ratio), memory)
 
 
-@dataclass(frozen=True, slots=True)
 class StepCost:
     """Step duration in seconds by rows and tokens; 0 while unknown."""
 
-    shape: ForwardCost
-    pace: Mean  # speculative steps relative to `shape`, without the wait before them
-    plain: Mean = Mean()  # non-speculative steps relative to `pace`, measured from step end to step end
-    prompts: Mean = Mean()  # the same for non-speculative steps with prompts
-    non_speculative_run: int = COMPARED_STEPS  # number of non-speculative steps since the latest speculative step
+    def __init__(self, profile: ForwardCost | None = None) -> None:
+        self._shape = profile or UNPROFILED_COST
+        self._pace = Mean(0, float(profile is not None))  # speculative steps relative to `_shape`, without waits
+        self._plain = Mean()  # non-speculative steps relative to `_pace`, measured from step end to step end
+        self._prompts = Mean()  # the same for non-speculative steps with prompts
+        self._run = COMPARED_STEPS  # number of non-speculative steps since the latest speculative step
 
-    @classmethod
-    def profiled(cls, profile: ForwardCost | None) -> "StepCost":
-        return cls(profile or UNPROFILED_COST, Mean(0, float(profile is not None)))
-
-    def after_non_speculative(self, rows: int, seconds: float) -> "StepCost":
+    def non_speculative(self, rows: int, seconds: float) -> None:
         """Records a non-speculative step without prompts."""
-        ratio = seconds / self.shape.seconds(rows, rows)
-        run = self.non_speculative_run + 1
-        if run > COMPARED_STEPS:
-            return replace(
-                self, pace=pace_after(self.pace, ratio / self._non_speculative_scale), non_speculative_run=run
-            )
-        plain = pace_after(self.plain, ratio / self.pace.value, NON_SPECULATIVE_MEMORY)
-        return replace(self, plain=plain, non_speculative_run=run)
+        ratio = seconds / self._shape.seconds(rows, rows)
+        self._run += 1
+        if self._run > COMPARED_STEPS:
+            self._pace = pace_after(self._pace, ratio / self._scale)
+        else:
+            self._plain = pace_after(self._plain, ratio / self._pace.value, NON_SPECULATIVE_MEMORY)
 
-    def after_prompts(self, rows: int, tokens: int, seconds: float) -> "StepCost":
+    def with_prompts(self, rows: int, tokens: int, seconds: float) -> None:
         """Records a non-speculative step that also feeds prompts."""
-        if not self.pace.value:
-            return self  # no pace for comparison yet
-        ratio = seconds / self.shape.seconds(rows, tokens) / self.pace.value
-        return replace(self, prompts=pace_after(self.prompts, ratio))
+        if self._pace.value:  # else there is nothing to compare with
+            self._prompts = pace_after(self._prompts, seconds / self.drafts_s(rows, tokens))
 
-    def after_drafts(self, rows: int, tokens: int, seconds: float) -> "StepCost":
+    def with_drafts(self, rows: int, tokens: int, seconds: float) -> None:
         """Records a step during which drafters were running."""
-        return replace(
-            self, pace=pace_after(self.pace, seconds / self.shape.seconds(rows, tokens)), non_speculative_run=0
-        )
+        self._pace = pace_after(self._pace, seconds / self._shape.seconds(rows, tokens))
+        self._run = 0
 
     def non_speculative_s(self, rows: int) -> float:
         """Returns the duration of a step of one token per row while no drafter runs, in seconds."""
-        return self._non_speculative_scale * self.pace.value * self.shape.seconds(rows, rows)
+        return self.non_speculative_pace * self._shape.seconds(rows, rows)
 
     def prompts_s(self, rows: int, tokens: int) -> float:
         """Returns the duration of a step with prompts while no drafter runs, in seconds; 0 while unknown."""
-        return self.prompts.value * self.pace.value * self.shape.seconds(rows, tokens)
+        return self._prompts.value * self.drafts_s(rows, tokens)
 
     def drafts_s(self, rows: int, tokens: float) -> float:
         """Returns the duration of a speculative step in seconds; `tokens` includes draft tokens."""
-        return self.pace.value * self.shape.seconds(rows, tokens)
+        return self._pace.value * self._shape.seconds(rows, tokens)
 
     @property
     def non_speculative_pace(self) -> float:
         """Duration of non-speculative steps relative to the profile."""
-        return self._non_speculative_scale * self.pace.value
-
-    @property
-    def cost(self) -> ForwardCost:
-        """Current cost of speculative steps."""
-        return self.shape.times(self.pace.value) if self.pace.count else self.shape
+        return self._scale * self._pace.value
 
     @property
     def non_speculative_cost(self) -> ForwardCost | None:
@@ -327,21 +304,29 @@ class StepCost:
 
         None until such a step has been compared with speculative steps.
         """
-        return self.shape.times(self._non_speculative_scale * self.pace.value) if self.plain.count else None
+        return self._shape.times(self.non_speculative_pace) if self._plain.count else None
 
     @property
-    def _non_speculative_scale(self) -> float:
-        return self.plain.value if self.plain.count else 1.0
+    def cost(self) -> ForwardCost:
+        """Current cost of speculative steps."""
+        return self._shape.times(self._pace.value) if self._pace.count else self._shape
+
+    @property
+    def _scale(self) -> float:
+        return self._plain.value if self._plain.count else 1.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """The replica's current load and the value of a second."""
+    """Snapshot of a replica's load, costs and acceptance."""
 
-    step: StepCost = field(default_factory=lambda: StepCost.profiled(None))
+    step: StepCost = field(default_factory=StepCost)
     sessions: int = 1  # number of decoding sessions
     gain: float = 1.0  # recent throughput relative to non-speculative decoding
     speculates: bool = True  # False while speculation is switched off
+    accepted: tuple[float, ...] = tuple(NodeRates().accepted)  # acceptance rates by node
+    hits: float = 0.5  # share of verdicts whose next block had already arrived
+    delay: Pairs = Pairs()  # block delay in seconds over the number of tokens, without lookahead blocks
 
     @cached_property
     def non_speculative_rate(self) -> float:

@@ -22,12 +22,18 @@ from dataclasses import dataclass, field, replace
 
 from cluster.autoscaling import CounterDeltas, TargetReport, share
 from cluster.costs import ForwardCost
-from cluster.draft_quality import AcceptanceStats, Suspects, kind_of
+from cluster.draft_quality import AcceptanceStats, kind_of
 from cluster.drafting.requests import max_draft_tokens
 from cluster.envelope import Send, peer_of
 from cluster.page_allocator import OwnPages, PageCopy, SessionMemory, SlotMove
-from cluster.speculation.circuit_breaker import SilentDrafters
-from cluster.speculation.controller import Adaptive, ExpectedBlock, PacingPolicy, SpeculationController, StepShape
+from cluster.speculation.controller import (
+    Adaptive,
+    ExpectedBlock,
+    PacingPolicy,
+    SilentDrafters,
+    SpeculationController,
+    StepShape,
+)
 from cluster.speculation.estimators import Load
 from cluster.trust import Refusals, ownership_refusal
 from cluster.verification.admission import Admission
@@ -71,7 +77,7 @@ NONFINITE_MESSAGE = (
 
 
 class StepDeadline:
-    """Computes the due times of sessions and steps. Steps wait for silent drafters only as a probe."""
+    """Computes the due times of sessions and steps."""
 
     def __init__(self, pacing: PacingPolicy, silent: SilentDrafters) -> None:
         self._pacing = pacing
@@ -86,28 +92,24 @@ class StepDeadline:
         dues: dict[str, float] = {}
         expected: list[TargetSequence] = []
         for name, session in sessions.items():
+            request = session.exchange.request
+            dues[name] = session.waiting_since
             drafter = session.awaited_drafter if session.buffer.ready is None else None
-            if drafter is None:
-                dues[name] = session.waiting_since
-            else:
-                is_silent = self._silent.is_silent(drafter)
-                patience_s = self._probe_s(session, drafter, load) if is_silent else session.exchange.request.skip_for_s
-                dues[name] = session.waiting_since + patience_s
-                if session.exchange.request.hold_step and not is_silent:
+            if drafter is not None and self._silent.is_awaited(drafter):
+                dues[name] += request.skip_for_s
+                if request.hold_step:
                     expected.append(session)
         first = min(dues.values(), default=math.inf)
         if not expected:
             return dues, first
         blocks = [
-            ExpectedBlock(session.exchange.request.worth, session.waiting_since + session.stats.delay_s - first)
+            ExpectedBlock(
+                session.exchange.request.worth,
+                session.waiting_since + (session.drafts.delay_s or load.delay.at(session.requested_tokens)) - first,
+            )
             for session in expected
         ]
         return dues, first + self._pacing.hold_for_s(blocks, load)
-
-    def _probe_s(self, session: TargetSequence, drafter: str, load: Load) -> float:
-        """Returns the time, in seconds, that the session waits for the block of a silent drafter."""
-        is_probed = session.exchange.request.hold_step and self._silent.is_probed(drafter)
-        return load.step.non_speculative_s(load.sessions) if is_probed else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,27 +164,17 @@ class DraftQualityMonitor:
     def __init__(self) -> None:
         self.acceptance = AcceptanceStats()
         self.desyncs = 0  # number of Resyncs sent to drafters after a collapse
-        self._suspects = Suspects()
-
-    def attached(self, session: TargetSequence, drafter: str) -> None:
-        """Records the attachment of a drafter to the session, for the first time or again."""
-        session.watch = session.watch.attached(self._suspects.usual(peer_of(drafter)))
 
     def block_verified(self, session: TargetSequence, length: int, requested: int, accepted: int) -> Collapse | None:
         """Records a verified block after `length` tokens; returns a collapse to report, or None."""
         if session.drafter is None:
             return None  # the drafter has left
-        drafter = peer_of(session.drafter)
-        self.acceptance.block_verified(drafter, kind_of(length, session.cache.initial > 0), requested, accepted)
-        self._suspects.block(drafter, accepted)
-        session.watch = session.watch.after(accepted)
-        collapse = session.watch.collapse
-        if collapse is None:
+        kind = kind_of(length, session.cache.initial > 0)
+        self.acceptance.block_verified(peer_of(session.drafter), kind, requested, accepted)
+        if not session.watch.block_verified(accepted):
             return None
-        self._suspects.collapsed(drafter, session.watch.drift.history)
-        session.watch = session.watch.reported()
-        self.desyncs += not collapse.is_resynced
-        return collapse
+        self.desyncs += 1
+        return Collapse(session.watch.usual.value, latest=0.0, is_resynced=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +347,7 @@ class VerificationScheduler:
         speculation.
         """
         assert self._committed is None, "the latest step must be settled first"
-        self._silent.on_message(peer)
+        self._silent.answered(peer)
         for session in self.admission:
             if session.router == peer:
                 self._forget(session.open.session)
@@ -432,7 +424,6 @@ class VerificationScheduler:
             return [(drafter, Resync(attach.session, len(session.prefix), session.prefix.hash))]
         session.attach(drafter)
         self.controller.draft_attached(attach.draft_version)
-        self.draft_quality.attached(session, drafter)
         self.feeds.attached(session, drafter, attach)
         request = (drafter, session.draft_request())
         missed = tuple(session.prefix.tokens[attach.have_len :])
@@ -460,7 +451,6 @@ class VerificationScheduler:
         if session.shape is Shape.CHAIN and not block.tree.is_chain:
             self.counts.drop("tree", block)
             return
-        self._silent.on_message(drafter)
         self._note_answer(session, block, block.size, now)
         session.buffer.place(block, session.open, session.prefix, now)
 
@@ -469,7 +459,6 @@ class VerificationScheduler:
         session = self.admission.find(no_draft.session)
         if session is None or not session.access.admits(drafter):
             return
-        self._silent.on_message(drafter)
         if session.prefix.matches(no_draft.base_len, no_draft.prefix_hash):
             session.exchange.no_draft(no_draft.base_len)
             if not session.in_step:  # during a step no one waits for the answer, so its delay is meaningless
@@ -503,7 +492,7 @@ class VerificationScheduler:
         limit = session.open.draft_tokens
         if limit > 0:
             sessions = max(1, len(self.admission.running))
-            session.exchange.request = self.controller.decide(session.stats, limit, sessions)
+            session.exchange.request = self.controller.decide(session.drafts, limit, sessions)
 
     # ------------------------------------------------------------ the planned end
 
@@ -618,7 +607,7 @@ class VerificationScheduler:
             if running.get(row.session) is session:
                 self._publish(session, row)
             if decision is not None and outcome is not None:
-                news, verdict = self._settle(session, row, outcome, decision, step.now)
+                news, verdict = self._settle(session, row, outcome, decision, step)
                 to_drafters += news
                 to_routers.append(verdict)
         self._learn(step)
@@ -729,11 +718,11 @@ class VerificationScheduler:
         if step.fed:  # a step without rows only opens and closes sessions
             decoded = [step.decided[row.session] for _, row in step.fed if not row.feeds_prompt]
             committed = sum(outcome.token_count for outcome in decoded)
-            self.controller.record_step(step.shape, committed, step.seconds, step.took_s)
+            self.controller.record_step(step.shape, committed, step.seconds, step.took_s, step.now)
         self.counts.step_s += step.seconds
 
     def _settle(
-        self, session: TargetSequence, row: Row, outcome: Outcome, decision: Decision, now: float
+        self, session: TargetSequence, row: Row, outcome: Outcome, decision: Decision, step: CommittedStep
     ) -> tuple[list[Send], Send]:
         """Learns from a committed row; returns the messages for the session's drafter and router."""
         request = session.open
@@ -741,12 +730,14 @@ class VerificationScheduler:
         room = max_draft_tokens(request, decision.base_len)
         requested = min(decision.requested, room)
         if drafted or (decision.had_no_draft and requested):
-            self.controller.block_verified(decision.requested, room, drafted, outcome.path)
+            self.controller.block_verified(session.drafts, decision.requested, room, drafted, outcome.path)
+        elif decision.answer is DraftAnswer.MISSED:
+            self.controller.block_missed(session.drafts, decision.requested, step.took_s - step.seconds)
         collapse = (
             self.draft_quality.block_verified(session, row.base_len, requested, outcome.accepted) if drafted else None
         )
-        self.reporter.deciding(session, now)
-        session.learn(row, outcome, decision, now)
+        self.reporter.deciding(session, step.now)
+        session.learn(row, outcome, decision, step.now)
         self._decide_drafting(session)
         verdict = _verdict(session, decision, outcome, drafted, collapse)
         sends: list[Send] = []
@@ -754,7 +745,7 @@ class VerificationScheduler:
         if drafter is not None:
             news = self.feeds.with_states(session, row, outcome, session.for_drafter(verdict))
             sends += [(drafter, message) for message in news]
-        if drafter is not None and collapse is not None and not collapse.is_resynced:
+        if drafter is not None and collapse is not None:
             session.detach()  # the drafter will attach again
             sends.append((drafter, Resync(request.session, len(session.prefix), session.prefix.hash)))
         return sends, (session.router, session.for_router(verdict, row, outcome))
@@ -797,10 +788,12 @@ class VerificationScheduler:
 
     def _note_answer(self, session: TargetSequence, answer: Block | NoDraft, tokens: int, now: float) -> None:
         """Records an answer's delay; ignores lookahead blocks, and a drafter's first answer, which includes prefill."""
-        was_read = session.exchange.answer()
-        delay_s = session.delay_of(answer, now)
-        if delay_s is not None and was_read:
-            session.stats.block_arrived(delay_s)
+        if session.drafter is not None:
+            self._silent.answered(session.drafter)
+        session.exchange.answer()
+        delay_s = session.delay_of(answer, now) if session.drafts.has_drafted else None
+        session.drafts.block_arrived(delay_s)
+        if delay_s is not None:
             self.controller.block_arrived(tokens, delay_s)
 
 
@@ -844,6 +837,6 @@ def _shape_of(in_step: Sequence[tuple[TargetSequence, Row]], running: Collection
         decoding=sum([session.is_decoding for session in running]),
         prompts=len(prompts),
         prompt_tokens=sum([len(row.tokens) for row in prompts]),
-        is_drafted_for=any(session.row_requested and (session.drafter or row.drafted) for session, row in in_step),
+        is_drafted_for=any(row.drafted or session.is_drafted_for for session, row in in_step),
         is_open_to_drafts=any(session.open.draft_tokens for session, _ in in_step),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from cluster.draft_quality import CollapseWatch
 from cluster.page_allocator import SlotMove
 from cluster.speculation.controller import DraftingDecision
-from cluster.speculation.estimators import SessionStats
+from cluster.speculation.estimators import DraftValue
 from cluster.trust import is_valid
 from cluster.verification.block_buffer import BlockBuffer
 from cluster.verification.step import Outcome, Row
@@ -19,7 +19,6 @@ from protos.prefix import Prefix
 # Maximum tokens per step in audits and for scored prompts. Audit steps must be short, because a request that arrives
 # during a step waits for it to end. Scored rows must be short, because all their logits are in memory at once.
 AUDIT_STEP_TOKENS = 64
-MISSED_ROUNDS = 4  # rounds without a block after which unawaited blocks count as missed, too
 
 
 @value
@@ -133,11 +132,9 @@ class DraftExchange:
     is_paused: bool = False  # True if the latest sent request was for 0 tokens
     has_answered: bool = False  # True if the drafter has answered since the latest verdict
     no_draft_len: int = -1  # text length of the latest NoDraft
-    _is_read: bool = False  # True after the drafter's first answer, whose delay includes prefill
 
     def attach(self, length: int) -> None:
         """Records the attachment of a drafter, which is sent all `length` tokens and the current request."""
-        self._is_read = False
         self.send(length)
 
     def send(self, length: int) -> None:
@@ -145,12 +142,9 @@ class DraftExchange:
         self.sent_len = length
         self.is_paused = not self.request.tokens
 
-    def answer(self) -> bool:
-        """Records an answer; returns False for the first answer, whose delay includes prefill."""
-        was_read = self._is_read
-        self._is_read = True
+    def answer(self) -> None:
+        """Records an answer."""
         self.has_answered = True
-        return was_read
 
     def no_draft(self, length: int) -> None:
         """Records that the drafter has no block after `length` tokens."""
@@ -173,14 +167,14 @@ class TargetSequence:
     cache: CacheState = field(default_factory=CacheState)
     drafter: str | None = None
     exchange: DraftExchange = field(default_factory=DraftExchange)
-    stats: SessionStats = field(default_factory=SessionStats)
+    drafts: DraftValue = field(default_factory=DraftValue)  # value of the drafter's blocks
     committed_at: deque[tuple[int, float]] = field(
         default_factory=lambda: deque(maxlen=8)
     )  # recent (length, time) pairs
     in_step: bool = False  # True if it is part of the current step
     row_requested: int = 0  # draft length requested for the latest row
     answer: DraftAnswer = DraftAnswer.NOT_ASKED  # outcome of that request
-    watch: CollapseWatch = CollapseWatch()  # updated by the `DraftQualityMonitor`
+    watch: CollapseWatch = field(default_factory=CollapseWatch)  # updated by the `DraftQualityMonitor`
     feed: StateFeed | None = None  # hidden-state feed of the latest drafter; updated by `HiddenStateSender`
     stops: frozenset[int] = field(init=False)  # tokens that end the session
     may_share: bool = field(init=False)  # True if the session may reuse cached pages of other sessions
@@ -220,6 +214,11 @@ class TargetSequence:
         return length + 1 < self.open.max_len and length - self.cache.length <= 1
 
     @property
+    def is_drafted_for(self) -> bool:
+        """True if a drafter that is not silent drafts for the latest row."""
+        return self.row_requested > 0 and self.drafter is not None and not self.drafts.is_silent
+
+    @property
     def has_no_draft(self) -> bool:
         """True if the drafter has reported that it has no block for the next row."""
         return self.exchange.no_draft_len == self.prefix.length
@@ -241,6 +240,7 @@ class TargetSequence:
 
     def attach(self, drafter: str) -> None:
         """Attaches a drafter that will receive the missing tokens and the current request."""
+        self.drafts = DraftValue()
         self.drafter = drafter
         self.exchange.attach(self.prefix.length)
 
@@ -323,7 +323,7 @@ class TargetSequence:
             return DraftAnswer.NOT_ASKED
         if row.draft.tokens or self.has_no_draft or self._usable_block() is not None:
             return DraftAnswer.GIVEN
-        if self._wants_block and (self.exchange.request.hold_step or self.stats.missed_rounds >= MISSED_ROUNDS):
+        if self._wants_block and (self.exchange.request.hold_step or self.drafts.is_silent):
             return DraftAnswer.MISSED  # also if the assigned drafter has not attached
         return DraftAnswer.NOT_ASKED
 
@@ -369,19 +369,12 @@ class TargetSequence:
         )
 
     def learn(self, row: Row, outcome: Outcome, decision: Decision, now: float) -> None:
-        """Updates the session's draft statistics after a commit at time `now`."""
-        stats = self.stats
-        requested_tokens = decision.requested
-        if drafted := row.drafted:
-            stats.block_verified(requested_tokens, drafted, outcome.path)
-        elif requested_tokens and decision.had_no_draft:
-            stats.no_draft_received(requested_tokens)
-        elif row.known == 1 and self.drafter is not None and not self.exchange.has_answered:
-            stats.non_speculative_round()
-        self.exchange.has_answered = False
+        """Updates the value of the session's drafts after a commit at time `now`."""
+        exchange = self.exchange
+        is_missed = row.known == 1 and self.drafter is not None and not exchange.has_answered and not row.draft.tokens
+        exchange.has_answered = False
         self.committed_at.append((decision.base_len + len(decision.tokens), now))
-        if requested_tokens:
-            stats.verdict_sent(decision.has_next_block)
+        self.drafts.round_ended(len(outcome.path), is_missed, decision.has_next_block)
 
 
 def cut_at_end(

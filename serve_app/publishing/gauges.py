@@ -80,12 +80,6 @@ def router_levels(activity: RouterActivity, model: str) -> Iterator[Metric]:
     for drafter, is_open in activity.breakers.items():
         breakers.add_metric((drafter,), float(is_open))
     yield breakers
-    opened = CounterMetricFamily(
-        "slipstream_breaker_openings", "Breaker openings, by drafter and cause", labels=("drafter", "cause")
-    )
-    for labels, count in activity.opened.items():
-        opened.add_metric(labels, count)
-    yield opened
 
 
 def _gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:

@@ -30,7 +30,7 @@ def served(mark: Path) -> Iterator[Served]:
         yield served
 
 
-def test_a_drafter_that_turns_to_noise_is_resynchronized_replaced_and_left_out(served: Served, mark: Path) -> None:
+def test_a_drafter_that_turns_to_noise_is_resynchronized_and_left_out(served: Served, mark: Path) -> None:
     """No request fails, no text changes, and `slipstream status` shows every step."""
     reference = Reference(served.config.model.target)
     noisy = mark.read_text()
@@ -44,7 +44,6 @@ def test_a_drafter_that_turns_to_noise_is_resynchronized_replaced_and_left_out(s
         if (noisy, "given up") in steps:
             break
     assert {step for drafter, step in steps if drafter == noisy} >= {"resynced", "given up"}, steps
-    assert sum(steps.get((noisy, step), 0) for step in ("replaced", "non_speculative")) >= 1, steps
     assert not [step for drafter, step in steps if drafter != noisy], "the other drafter is as good as ever"
     for prompt, text in answers.items():
         reference.assert_greedy(prompt, ANSWER, text)

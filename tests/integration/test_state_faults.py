@@ -106,7 +106,7 @@ async def test_sessions_beyond_the_heads_context_continue_without_drafts(reads_l
         assert target.scheduler.draft_quality.desyncs == 0
         await answered(c, "comes later", OTHER[:30])
         assert acceptance(engine.rounds["comes later"]) == 1
-        assert c.router.sessions.recoveries.counts == {}, "nobody takes the drafter for a bad one"
+        assert c.router.sessions.recoveries == {}, "nobody takes the drafter for a bad one"
 
 
 async def test_stuck_states_of_one_prompt_delay_no_other_session(monkeypatch):

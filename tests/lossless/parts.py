@@ -21,7 +21,8 @@ from cluster.drafting.session_table import DrafterLimits
 from cluster.page_allocator import PageCopy
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import CommittedTokens, Generation, Session
-from cluster.speculation.controller import Adaptive, ReferenceLoop
+from cluster.speculation.controller import Adaptive, DraftingDecision, ExpectedBlock, PacingPolicy, ReferenceLoop
+from cluster.speculation.estimators import DraftValue, Load
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import NO_RULES, Acceptance, Block, Message, Sampling, TokenRules
 from tests.lossless.recurrent import RecurrentRunner
@@ -29,6 +30,7 @@ from tests.lossless.states import LAYOUT, RememberingRunner
 from tests.toys import ToyRunner, a_generation, toy_draft_model
 
 PAGE_SIZE = 2
+STEP_S = 0.010  # duration of a target step
 EOS = 0
 LATER_S = 3600.0  # after all timeouts
 
@@ -118,6 +120,33 @@ def generations(setting: Setting, sessions: int, rng: random.Random) -> Iterator
         )
 
 
+class RandomPacing:
+    """Policy that replaces half of the adaptive decisions by random ones: no decision may change a text."""
+
+    def __init__(self, sessions: int) -> None:
+        self._adaptive = Adaptive()
+        self._rng = random.Random(sessions)
+
+    def decide(self, drafts: DraftValue, limit: int, load: Load, now: float) -> DraftingDecision:
+        decision = self._adaptive.decide(drafts, limit, load, now)
+        if self._rng.random() < 0.5:
+            return decision
+        return DraftingDecision(
+            self._rng.randint(0, limit),
+            hold_step=self._rng.random() < 0.7,
+            skip_for_s=self._rng.uniform(0.0, 2 * STEP_S),
+        )
+
+    def hold_for_s(self, expected: Sequence[ExpectedBlock], load: Load) -> float:
+        return self._rng.uniform(0.0, 2 * STEP_S)
+
+
+def pacing_of(setting: Setting, sessions: int) -> PacingPolicy:
+    if setting.lock_step:
+        return ReferenceLoop()
+    return RandomPacing(sessions) if setting.step_cost is None else Adaptive()
+
+
 def a_verification_scheduler(setting: Setting, sessions: int) -> VerificationScheduler:
     limits = VerificationLimits(
         setting.vocabulary,
@@ -131,7 +160,7 @@ def a_verification_scheduler(setting: Setting, sessions: int) -> VerificationSch
         keeps_states=setting.keeps_states,
         trees=not setting.has_recurrent_target,
     )
-    return VerificationScheduler(limits, ReferenceLoop() if setting.lock_step else Adaptive(), setting.step_cost)
+    return VerificationScheduler(limits, pacing_of(setting, sessions), setting.step_cost)
 
 
 def a_draft_scheduler(setting: Setting, sessions: int) -> DraftScheduler:

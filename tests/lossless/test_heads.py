@@ -14,7 +14,7 @@ from tests.lossless.test_distribution import TARGET as FEW_TOKENS
 from tests.lossless.test_reference_loop import AT_ONCE, BLOCK_LEN, NEW_TOKENS, TARGET
 from tests.lossless.world import World, accepted, calm, lossy_delays, near_patience, run_worlds, texts
 
-WORLDS = 2
+WORLDS = 3
 EACH_KIND = pytest.mark.parametrize(
     "kind", [PlacesWorld, TokensWorld, EagleWorld], ids=["by place", "by token", "beside tokens"]
 )

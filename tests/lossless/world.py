@@ -28,6 +28,7 @@ from tests.lossless.parts import (
     EOS,
     LATER_S,
     PAGE_SIZE,
+    STEP_S,
     Setting,
     a_draft_model,
     a_draft_scheduler,
@@ -40,7 +41,6 @@ from tests.unit.cluster.token_memory import TokenMemory
 
 TOKEN_KEY = b"no secret here"
 HOP_S = 0.001
-STEP_S = 0.010
 PASS_S = 0.004
 
 
@@ -232,7 +232,7 @@ class World:
             return
         drafter.is_busy = True
         early_proposals: list[list[Proposal]] = []
-        early_proposals.append(make_pass(drafter.method, drafting, self._is_interrupted, early_proposals.append))
+        early_proposals.append(make_pass(drafter.method, drafting, self._interruption(), early_proposals.append))
 
         def offer(proposals: list[Proposal]) -> None:
             if self.drafters[address] is drafter:
@@ -245,9 +245,19 @@ class World:
             self._after(PASS_S * index / len(early_proposals), lambda p=proposals: offer(p))
         self._after(PASS_S, end)
 
-    def _is_interrupted(self) -> bool:
-        """Draws whether to interrupt, independently of the drafted tokens."""
-        return self._chance.random() < self._setting.interruption
+    def _interruption(self) -> Callable[[], bool]:
+        """Returns a function that draws whether to interrupt a pass, independently of the drafted tokens.
+
+        An interruption lasts until the pass ends.
+        """
+        is_interrupted = False
+
+        def draw() -> bool:
+            nonlocal is_interrupted
+            is_interrupted = is_interrupted or self._chance.random() < self._setting.interruption
+            return is_interrupted
+
+        return draw
 
     # ------------------------------------------------------------ transport
 

@@ -32,7 +32,7 @@ def test_a_drafter_whose_blocks_are_all_overtaken_gives_up_a_session_and_accepts
     drafter = opened("a", "b", "c")
     refusal, detach = overtaken(drafter, "a", "b", "c")
     session = refusal.split()[3]
-    why = '"most blocks are late; this drafter has too many sessions"'
+    why = '"nearly all blocks are late; this drafter has too many sessions"'
     assert refusal == f"router#1 <- Refusal {session} attempt=1 overloaded {why}"
     assert detach == f"t1 <- Detach {session}"
     drafter.run(f"""

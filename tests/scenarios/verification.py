@@ -29,7 +29,7 @@ from typing import Any
 
 from cluster.envelope import Send
 from cluster.speculation.controller import DraftingDecision, ExpectedBlock, PacingPolicy
-from cluster.speculation.estimators import Load, ReplicaStats, SessionStats
+from cluster.speculation.estimators import DraftValue, Load
 from cluster.trust import issue
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import Outcome, Row, StepPlan
@@ -86,12 +86,10 @@ class Steady:
     hold: float = 0.0
     asked: int | Iterator[int] | None = None
     waits: bool = True
-    seen: list[tuple[SessionStats, ReplicaStats]] = field(default_factory=list)
+    seen: list[tuple[DraftValue, Load]] = field(default_factory=list)
 
-    def decide(
-        self, blocks: SessionStats, fleet: ReplicaStats, limit: int, load: Load, allows_trial: bool
-    ) -> DraftingDecision:
-        self.seen.append((replace(blocks), fleet))
+    def decide(self, drafts: DraftValue, limit: int, load: Load, now: float) -> DraftingDecision:
+        self.seen.append((replace(drafts), load))
         tokens = next(self.asked) if isinstance(self.asked, Iterator) else self.asked
         wanted = limit if tokens is None else tokens
         return DraftingDecision(wanted, hold_step=self.waits, skip_for_s=self.patience)

@@ -444,16 +444,11 @@ class SimulatedRouter:
         return list(self._assignments)
 
     @property
-    def silent_drafters(self) -> int:
-        """Returns how often silent drafters were given up."""
-        return self._assignments.given_up.total()
-
-    @property
     def recoveries(self) -> Counter[str]:
-        """Returns the number of remedies for drafters with poor blocks, by name."""
+        """Returns the number of recoveries from drafters without useful blocks, by kind."""
         counts: Counter[str] = Counter()
-        for (_, step), count in self._assignments.recoveries.counts.items():
-            counts[f"bad: {step.value}"] += count
+        for (_, kind), count in self._assignments.recoveries.items():
+            counts[f"drafter {kind}"] += count
         return counts
 
     def generate(self, session: Session) -> None:

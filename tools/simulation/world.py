@@ -428,7 +428,6 @@ class World:
         arrivals = [Arrival(assignment.arrived_s, len(assignment.session.committed)) for assignment in self.over]
         span = max((assignment.ended_s or 0.0 for assignment in self.over), default=0.0) or 1.0
         causes = sum((target.scheduler.counts.dropped for target in self.targets), Counter[str]())
-        causes["silent"] = sum(router.silent_drafters for router in self.routers)
         causes += sum((router.recoveries for router in self.routers), Counter[str]())
         return SimulationReport(
             sessions=len(assignments),

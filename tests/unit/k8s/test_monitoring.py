@@ -62,7 +62,7 @@ def published() -> dict[str, set[str]]:
         record.choices = [Choice()]
     families = [
         *metrics.families(),
-        *router_levels(RouterActivity(1, {"drafter": True}, {("drafter", "silent"): 1}), "toy"),
+        *router_levels(RouterActivity(1, {"drafter": True}), "toy"),
         *target_levels(TargetActivity(1, 1, 0.5, 1.0, 1.0, True, {4: 1}, 1, 1.0, 1, 1), 1, "toy"),
         *drafter_levels({"sessions": 1.0}, {"asked": 1.0}),
         *version_levels({"version": 1, "acceptance": 0.5}),

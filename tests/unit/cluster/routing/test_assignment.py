@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import CapacityError, TargetLostError
+from cluster.routing.drafter_health import GIVEN_UP
 from cluster.routing.ledger import CommittedTokens, Event, Failed, Generation, Session
 from cluster.routing.membership import Endpoint
 from cluster.routing.session_router import Assignment, Ready, SessionRouter
@@ -14,7 +15,6 @@ from protos.messages import (
     Close,
     Collapse,
     DraftAnswer,
-    Finish,
     LiveSession,
     Open,
     Refusal,
@@ -73,25 +73,21 @@ class RouterHarness:
     def refuse(self, assignment: Assignment, source: str, reason: RefusalReason = RefusalReason.OVERLOADED) -> None:
         self.receive(source, Refusal(assignment.name, assignment.session.attempt, reason, "no"))
 
-    def fall_silent(self, *assignments: Assignment) -> list[str]:
-        """Misses a block per second until the router gives up a drafter; returns these drafters."""
+    def fail(self, *assignments: Assignment, **changes: Any) -> list[str]:
+        """Has no useful block per second until the router gives up a drafter; returns these drafters."""
         for _ in range(40):
             for assignment in assignments:
-                self.verdict(assignment, answer=DraftAnswer.MISSED)
+                self.verdict(assignment, **{"answer": DraftAnswer.MISSED, **changes})
             self.tick(self.now)
-            if self.assignments.given_up:
+            if self.given_up:
                 break
             self.now += 1.0
-        return list(self.assignments.given_up)
+        return self.given_up
 
-    def collapse(self, assignment: Assignment, is_resynced: bool = True) -> None:
-        """Receives the target's report that the drafter's blocks became bad."""
-        self.verdict(assignment, collapse=Collapse(0.8, 0.05, is_resynced))
-        self.tick(self.now)
-
-    def steps(self) -> dict[tuple[str, str], int]:
-        """Returns the recovery steps taken against bad drafters."""
-        return self.assignments.recoveries.by_step()
+    @property
+    def given_up(self) -> list[str]:
+        """Drafters that the router has given up."""
+        return [drafter for drafter, kind in self.assignments.recoveries if kind == GIVEN_UP]
 
     def note(self, ready: Ready[Assignment]) -> None:
         for assignment, event in ready.events:
@@ -268,18 +264,18 @@ def test_sessions_of_a_silent_drafter_move():
     harness = RouterHarness("T", "DE")
     assignments = [harness.begin(name) for name in "abc"]
     silent = str(assignments[0].session.drafter)
-    assert harness.fall_silent(assignments[0]) == [silent]
+    assert harness.fail(assignments[0]) == [silent]
     assert silent not in [assignment.session.drafter for assignment in assignments]
     assert harness.assignments.live_at(silent) == ()
     assert harness.begin("d").session.drafter != silent, "though it has fewer sessions than the other"
 
 
-def test_a_silent_drafter_without_an_alternative_keeps_its_sessions_and_gets_no_new_ones():
+def test_a_silent_drafter_without_an_alternative_keeps_its_sessions_and_gets_new_ones():
     harness = RouterHarness("T", "D")
     assignment = harness.begin("a")
-    assert harness.fall_silent(assignment) == ["D"]
+    assert harness.fail(assignment) == ["D"]
     assert assignment.session.drafter == "D"
-    assert harness.begin("b").session.drafter is None
+    assert harness.begin("b").session.drafter == "D", "its target notices when it recovers"
 
 
 @pytest.mark.parametrize("changes", [{"attempt": 0}, {"source": "U"}], ids=["older attempt", "another target"])
@@ -323,96 +319,49 @@ def test_messages_about_unknown_sessions_are_ignored():
 
 # ---------------------------------------------------------------- drafters with bad blocks
 
+REJECTED = {"answer": DraftAnswer.GIVEN, "drafted": 4}
 
-def test_a_resynchronized_drafter_keeps_the_session():
-    """The target sends the Resync, and the router counts it."""
+
+def test_a_reopened_session_stays_at_its_drafter_and_is_counted(caplog):
+    """The target sends the Resync."""
     harness = RouterHarness(drafters="DE")
     assignment = harness.begin()
     drafter = str(assignment.session.drafter)
-    harness.collapse(assignment, is_resynced=False)
+    harness.verdict(assignment, collapse=Collapse(0.8, 0.0, False))
     assert assignment.session.drafter == drafter
-    assert harness.steps() == {(drafter, "resynced"): 1}
-    assert not harness.assignments.awaits_tick
+    assert harness.assignments.recoveries == {(drafter, "resynced"): 1}
+    assert f"session s: drafter {drafter}: target accepts no tokens, usually of 80 % of the blocks" in caplog.text
 
 
-def test_after_a_resync_in_vain_another_drafter_takes_the_session_and_then_none(caplog):
+def test_reports_about_other_attempts_are_ignored():
     harness = RouterHarness(drafters="DE")
     assignment = harness.begin()
-    first = str(assignment.session.drafter)
-    (second,) = {"D", "E"} - {first}
-    harness.collapse(assignment)
-    assert assignment.session.drafter == second
-    assert harness.opened_at("s")[-1] == second
-    assert ("s", first, Close("s", 1)) in harness.sent
-    harness.collapse(assignment)
-    assert assignment.session.drafter is None
-    assert harness.sent[-1] == ("s", second, Close("s", 1))
-    assert harness.steps() == {(first, "replaced"): 1, (second, "non_speculative"): 1}
-    assert not harness.assignments.awaits_tick, "it continues without speculation"
-    assert f"session s: drafter {first}: target accepts tokens of 5 % of its blocks, usually 80 %" in caplog.text
-    assert harness.begin("next").session.drafter is not None, "the next session gets a drafter"
+    harness.verdict(assignment, collapse=Collapse(0.8, 0.0, False), attempt=assignment.session.attempt + 1)
+    assert harness.assignments.recoveries == {}
 
 
-def test_without_another_drafter_a_session_continues_without_speculation():
-    harness = RouterHarness()
-    assignment = harness.begin()
-    harness.collapse(assignment)
-    assert assignment.session.drafter is None
-    assert harness.steps() == {("D", "non_speculative"): 1}
-    harness.verdict(assignment, 4, 5)
-    assert assignment.session.committed == (4, 4, 5)
-
-
-def test_reports_about_earlier_attempts_and_drafters_are_ignored():
-    harness = RouterHarness(drafters="DE")
-    assignment = harness.begin()
-    drafter = str(assignment.session.drafter)
-    harness.verdict(assignment, collapse=Collapse(0.8, 0.0, True), attempt=assignment.session.attempt + 1)
-    harness.tick(0.0)
-    assert assignment.session.drafter == drafter
-    harness.verdict(assignment, collapse=Collapse(0.8, 0.0, True))
-    harness.gone(drafter)
-    moved = assignment.session.drafter
-    harness.tick(0.0)
-    assert assignment.session.drafter == moved != drafter
-    assert harness.steps() == {}
-
-
-def harness_after_give_up(drafters: str) -> tuple[RouterHarness, str, Assignment]:
-    """Returns a harness after repeated collapses at a drafter until the router gave it up, and a healthy drafter."""
-    harness = RouterHarness(drafters=drafters)
-    assignments = [harness.begin(str(index)) for index in range(8 * len(drafters))]
+def test_sessions_move_off_a_drafter_whose_blocks_are_all_rejected():
+    harness = RouterHarness("T", "DE")
+    assignments = [harness.begin(name) for name in "abc"]
     bad = str(assignments[0].session.drafter)
-    last, *others = [assignment for assignment in assignments if assignment.session.drafter == bad]
-    while (bad, "given up") not in harness.steps():
-        harness.collapse(others.pop())
-    return harness, bad, last
-
-
-def test_sessions_move_off_a_drafter_whose_sessions_collapse_one_after_the_other():
-    harness, bad, last = harness_after_give_up("DE")
-    assert last.session.drafter not in (None, bad)
+    assert harness.fail(assignments[0], **REJECTED) == [bad]
     assert harness.assignments.live_at(bad) == ()
-    assert {harness.begin(name).session.drafter for name in "xyz"}.isdisjoint({bad})
+    assert harness.begin("d").session.drafter != bad
 
 
-def end(harness: RouterHarness, assignment: Assignment) -> None:
-    harness.verdict(assignment, *range(41), accepted=40, drafted=40, finish=Finish.LENGTH)
-
-
-def test_a_session_that_ends_well_restores_the_drafter():
-    harness, bad, last = harness_after_give_up("D")
-    assert last.session.drafter == bad, "there is no other"
-    assert harness.begin("waits").session.drafter is None
-    end(harness, last)
-    assert harness.begin("comes").session.drafter == bad
-
-
-def test_a_collapsed_session_does_not_end_well():
-    harness, _, last = harness_after_give_up("D")
-    harness.verdict(last, collapse=Collapse(0.8, 0.0, True))
-    end(harness, last)
-    assert harness.begin("waits").session.drafter is None
+@pytest.mark.parametrize(
+    "changes", [{"accepted": 1}, {"drafted": 0}], ids=["an accepted token", "an answer without a block"]
+)
+def test_useful_answers_keep_a_drafter(changes):
+    harness = RouterHarness("T", "DE")
+    assignment = harness.begin()
+    for _ in range(10):
+        harness.verdict(assignment, 4, 5, **{**REJECTED, **changes})
+        for _ in range(3):
+            harness.verdict(assignment, answer=DraftAnswer.MISSED)
+        harness.tick(harness.now)
+        harness.now += 1.0
+    assert harness.given_up == []
 
 
 LONG = tuple(range(100))
@@ -467,5 +416,5 @@ def test_a_bad_drafter_is_replaced_by_the_nearest_other():
     assignment = harness.begin()
     left = assignment.session.drafter
     assert left in ("D", "F")
-    harness.collapse(assignment)
+    harness.fail(assignment, **REJECTED)
     assert assignment.session.drafter in {"D", "F"} - {left}

@@ -125,7 +125,7 @@ def test_a_session_of_a_leaving_drafter_gets_another():
     assert (assignment.session.drafter, assignment.session.target) == (other(left), "T")
     assert harness.sent[-2:] == [("s", left, Close("s", 1)), harness.sent[-1]]
     assert harness.assignments.handovers == {("drafter", "planned"): 1}
-    assert not harness.assignments.given_up
+    assert harness.given_up == []
 
 
 def test_a_leaving_drafter_without_an_alternative_drafts_to_its_end():

@@ -1,12 +1,10 @@
-"""Loads, delays and statistics for tests of speculation control."""
+"""Loads, delays and values of drafts for tests of speculation control."""
 
+import math
 from collections.abc import Iterable
 
 from cluster.costs import ForwardCost
-from cluster.speculation.estimators import Chances, Load, Pairs, ReplicaStats, SessionStats, StepCost
-
-MUCH = 1e6  # blocks; enough that other sessions do not count
-NODES = 16  # of the longest block
+from cluster.speculation.estimators import DraftValue, Load, Pairs, StepCost
 
 
 def a_delay(measured: Iterable[tuple[int, float]]) -> Pairs:
@@ -17,13 +15,12 @@ def a_delay(measured: Iterable[tuple[int, float]]) -> Pairs:
     return delay
 
 
-STEP = StepCost.profiled(ForwardCost.linear(0.099, per_token_s=0.001))
+STEP = StepCost(ForwardCost.linear(0.099, per_token_s=0.001))
 DRAFT = a_delay([(1, 0.015), (4, 0.030)] * 20)  # 10 ms plus 5 ms per token
-LOAD = Load(STEP, sessions=1, gain=1.5)  # 15 tokens/s
-NOBODY = ReplicaStats(delay=DRAFT)  # only delays, without other sessions' blocks
+USUAL = (0.9, 0.8, 0.7, 0.6)  # acceptance rates of the first nodes
+LOAD = Load(STEP, sessions=1, gain=1.5, accepted=USUAL, delay=DRAFT)  # 10 tokens/s, or 15 with speculation
 
 
-def a_yield(*p_accepted: float, delay_s: float = 0.03) -> SessionStats:
-    chances = [*p_accepted, *[0.0] * (NODES - len(p_accepted))]
-    whole = (MUCH,) * NODES
-    return SessionStats(Chances(whole, whole, tuple(MUCH * chance for chance in chances)), delay_s=delay_s)
+def a_value(chance: float, usual: float = USUAL[0]) -> DraftValue:
+    """Returns the value of drafts whose first node is accepted with this probability, `usual` in other sessions."""
+    return DraftValue(math.log(chance / (1 - chance) * (1 - usual) / usual))

@@ -4,74 +4,73 @@ from collections import Counter
 
 import pytest
 
-from cluster.speculation.estimators import AcceptanceCounts, Chances, SessionStats
-
-NOBODY = Chances()  # without other sessions' blocks
+from cluster.speculation.estimators import AcceptanceCounts, DraftValue, NodeRates, chances_at
 
 
-def p_accepted(blocks: Chances, others: Chances) -> list[float]:
-    return [chance for chance, _, _ in blocks.expectations_of(others, 4)]
+def rates_after(
+    count: int, drafted: int, accepted: range | tuple[int, ...], rates: NodeRates | None = None
+) -> NodeRates:
+    rates = rates or NodeRates()
+    for _ in range(count):
+        rates.block_verified(drafted, accepted)
+    return rates
 
 
-UNKNOWN = p_accepted(Chances(), NOBODY)
-
-
-def test_acceptance_is_learnt_by_position_from_few_blocks():
-    blocks = Chances()
-    assert 1 > UNKNOWN[0] > UNKNOWN[1] > UNKNOWN[2] > 0
-    for _ in range(8):
-        blocks = blocks.after(requested=2, drafted=2, accepted=range(1))
-    first, second, third, _ = p_accepted(blocks, NOBODY)
+def test_acceptance_is_learnt_by_node_from_few_blocks():
+    unknown = NodeRates().accepted
+    assert 1 > unknown[0] > unknown[1] > unknown[2] > 0
+    first, second, *_ = rates_after(8, 2, range(1)).accepted
     assert first > 0.7
     assert second < 0.15
-    assert third == UNKNOWN[2], "nothing was requested there"
 
 
-def test_a_little_known_session_is_estimated_from_the_others():
-    replica = Chances()
-    for _ in range(30):
-        replica = replica.after(requested=4, drafted=4, accepted=range(0))
-    assert p_accepted(Chances(), replica)[0] < 0.1
-    good = Chances()
-    for _ in range(20):
-        good = good.after(requested=4, drafted=4, accepted=range(4))
-    assert p_accepted(good, replica)[0] > 0.6, "the session's own blocks weigh more"
+def test_tree_acceptance_is_counted_by_node():
+    """The first and the third-likeliest token of these blocks are accepted."""
+    first, second, third, *_ = rates_after(200, 3, (0, 2)).accepted
+    assert min(first, third) > 0.9 > 0.1 > second
 
 
-def test_positions_without_requests_for_long_become_unknown_again():
+def test_the_node_after_a_good_block_is_expected_to_be_good_too():
+    """Otherwise lengths would never grow beyond the first requests."""
+    assert rates_after(100, 1, range(1)).accepted[1] > 0.8
+    assert rates_after(100, 4, range(4)).accepted[4] > 0.8
+
+
+def test_nodes_without_drafts_for_long_are_tried_again():
     """Otherwise blocks that became short once would stay short."""
-    blocks = Chances()
-    for _ in range(20):
-        blocks = blocks.after(requested=3, drafted=3, accepted=range(1))
-    pessimistic = p_accepted(blocks, NOBODY)[2]
-    for _ in range(100):
-        blocks = blocks.after(requested=1, drafted=1, accepted=range(1))
-    assert pessimistic < UNKNOWN[2] / 2
-    assert p_accepted(blocks, NOBODY)[2] == pytest.approx(UNKNOWN[2], abs=0.01)
+    rates = rates_after(100, 3, range(1))
+    pessimistic = rates.accepted[1]
+    assert rates_after(2000, 1, range(1), rates).accepted[1] > 0.5 > pessimistic
 
 
-def test_a_block_that_ended_in_doubt_counts_at_its_requested_length():
-    """Otherwise only tokens drafted with confidence would count."""
-    blocks = Chances().after(requested=2, drafted=1, accepted=range(1))
-    assert p_accepted(blocks, NOBODY)[1] < UNKNOWN[1]
-    assert blocks.expectations_of(NOBODY, 2)[1][2] < 1.0
+def test_a_sessions_own_acceptance_raises_or_lowers_its_value():
+    good, bad = DraftValue(), DraftValue()
+    for _ in range(60):
+        good.update(accepted=2, expected=sum(chances_at(good.level, (0.5, 0.25))))
+        bad.update(accepted=0, expected=sum(chances_at(bad.level, (0.5, 0.25))))
+    assert chances_at(good.level, (0.5,))[0] > 0.8
+    assert chances_at(bad.level, (0.5,))[0] < 0.2
+    assert chances_at(0, (0.5, 0.25)) == [0.5, 0.25]
 
 
-# ---------------------------------------------------------------- trials
+def test_a_session_forgets_slowly():
+    """A session without drafts thus tries them again."""
+    drafts = DraftValue(-2.0)
+    for _ in range(10):
+        drafts.round_ended(0, is_missed=False, has_hit=False)
+    assert drafts.log_odds < -1
+    for _ in range(300):
+        drafts.round_ended(0, is_missed=False, has_hit=False)
+    assert drafts.level == 0
 
 
-def test_a_trial_is_over_after_two_rounds_unless_something_is_accepted():
-    stats = SessionStats(is_disabled=True)
-    stats.request_sent(is_sent=True, is_awaited=True, is_trial=True)
-    assert stats.is_on_trial, "the first block may meet a drafter that is not ready"
-    stats.request_sent(is_sent=True, is_awaited=True, is_trial=True)
-    assert not stats.is_on_trial
-    stats.block_verified(2, 2, range(1))
-    assert stats.is_on_trial
-    stats.request_sent(is_sent=True, is_awaited=True, is_trial=False)
-    assert (stats.is_disabled, stats.is_on_trial) == (False, False), "it pays"
-    stats.block_verified(2, 2, range(1))
-    assert not stats.is_on_trial
+def test_rounds_without_a_block_are_counted_until_one_arrives():
+    drafts = DraftValue()
+    for _ in range(3):
+        drafts.round_ended(0, is_missed=True, has_hit=False)
+    assert drafts.missed == 3
+    drafts.round_ended(0, is_missed=True, has_hit=True)
+    assert drafts.missed == 0, "the next one has already arrived"
 
 
 # ---------------------------------------------------------------- counts
@@ -107,12 +106,3 @@ def test_counts_of_replicas_add_up():
 
 def test_the_number_of_counted_positions_is_bounded():
     assert len(counts((10_000, 10_000)).reached) < 100
-
-
-def test_tree_acceptance_is_counted_by_node():
-    """The first and the third-likeliest token of these blocks are accepted."""
-    blocks = Chances()
-    for _ in range(200):
-        blocks = blocks.after(requested=3, drafted=3, accepted=(0, 2))
-    first, second, third = [chance for chance, _, _ in blocks.expectations_of(blocks, 3)]
-    assert min(first, third) > 0.9 > 0.1 > second

@@ -127,36 +127,3 @@ def test_each_load_has_its_own_record():
     assert record.is_on(1)
     assert not any(record.is_on(sessions) for sessions in range(6, 12)), "one more or less is the same load"
     assert record.gain(1) > 1.3
-
-
-# ---------------------------------------------------------------- trials of single sessions
-
-
-def test_few_steps_have_a_trial_at_any_number_of_sessions():
-    """A trial delays all sessions, so the limit counts steps: 1 % of rounds is every third step of 32 sessions."""
-    steps = 10_000
-    trials = {}
-    for sessions in (1, 32):
-        gate = KillSwitch()
-        taken = 0
-        for _ in range(steps * sessions):
-            is_trial = gate.allows_trial
-            gate.round(sessions, is_trial)
-            taken += is_trial
-        trials[sessions] = taken
-    assert trials[1] == pytest.approx(trials[32], rel=0.1)
-    assert 0 < trials[1] < SHARE * steps
-
-
-def test_each_trial_is_paid_for_before_the_next_begins():
-    def rounds_until_next(trials: int) -> int:
-        gate = KillSwitch()
-        for _ in range(trials):
-            gate.round(1, is_trial=True)
-        rounds = 0
-        while not gate.allows_trial:
-            gate.round(1, is_trial=False)
-            rounds += 1
-        return rounds
-
-    assert 10 < rounds_until_next(1) < rounds_until_next(2) < 10_000

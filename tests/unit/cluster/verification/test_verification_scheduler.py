@@ -1,7 +1,6 @@
 """Tests the target's scheduler over many rounds: silent and bad drafters, delays, long prompts, nonfinite logits."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -88,48 +87,22 @@ def test_a_draft_prob_outside_the_vocabulary_is_refused_even_if_all_tokens_are_i
 # ---------------------------------------------------------------- silent drafters
 
 
-def miss_until_silent(target: Target) -> int:
-    """Misses blocks until no step waits for them; returns the number of steps."""
-    for steps in range(64):
+def test_a_silent_drafter_is_rarely_waited_for_until_its_next_block():
+    target, tokens = attached(patience=1.0)
+    waits = []
+    for _ in range(60):
         due = target.scheduler.next_due()
         assert due is not None
-        if due <= target.now:
-            return steps
+        waits.append(due - target.now)
         target.now = due
-        assert only_verdict(target.step()).answer is DraftAnswer.MISSED
-    raise AssertionError("the target waits forever")
-
-
-def test_after_a_few_missed_blocks_no_session_waits_for_the_drafter_until_its_next_block():
-    """This includes sessions opened later."""
-    target, _ = attached(patience=1.0)
-    assert miss_until_silent(target) > 1
-    target.open("new", tokens=(7,), max_len=150)
-    target.step()
-    target.attach((7, *text((7,), 1)), "new")
-    sends = target.step()
-    assert verdicts(sends).keys() == verdicts(sends, DRAFTER).keys() == {"s", "new"}
-    target.block((7, *text((7,), 2)), (1,), "new")
+        verdict = only_verdict(target.step())
+        assert verdict.answer is DraftAnswer.MISSED
+        tokens += verdict.tokens
+    assert waits[0] == 1.0
+    assert sum(waits) < 10.0
+    target.block(tokens, (1,))
     target.step()
     assert target.scheduler.plan(target.now) is None, "it is waited for again"
-
-
-def test_a_silent_drafter_is_probed_at_doubling_intervals_for_the_time_of_a_step():
-    target, _ = attached(patience=1.0)
-    miss_until_silent(target)
-    probes = []
-    for step in range(300):
-        due = target.scheduler.next_due()
-        assert due is not None
-        if due > target.now:
-            assert due - target.now == pytest.approx(0.1)
-            probes.append(step)
-        target.now = due
-        target.step()
-    gaps = [later - earlier for earlier, later in pairwise(probes)]
-    assert probes[0] > 8
-    assert len(gaps) > 1
-    assert all(later == 2 * earlier for earlier, later in pairwise(gaps))
 
 
 def no_draft(tokens: Tokens) -> NoDraft:
@@ -159,7 +132,7 @@ def test_a_drafter_without_blocks_gets_few_requests():
         wanted = [message.max_tokens for _, message in sends if isinstance(message, DraftRequest)]
         requested.append((wanted or requested[-1:])[-1])
     assert requested[0] > 0
-    assert 0 < sum(tokens > 0 for tokens in requested[100:]) < 20
+    assert 0 < sum(tokens > 0 for tokens in requested[100:]) < 40
 
 
 def test_an_answer_without_a_block_during_a_step_shows_a_live_drafter_but_no_delay():
@@ -177,22 +150,28 @@ def test_an_answer_without_a_block_during_a_step_shows_a_live_drafter_but_no_del
         assert verdict.answer is not DraftAnswer.MISSED
         tokens += verdict.tokens
     latest, _ = target.steady.seen[-1]
-    assert (latest.delay_s, latest.missed_rounds) == (delay_s, 0)
+    assert (latest.delay_s, latest.missed) == (delay_s, 0)
 
 
-def test_missed_rounds_are_counted_until_a_block_is_used():
+def test_missed_rounds_are_counted_until_a_block_arrives():
     target, tokens = attached()
     for _ in range(3):
         tokens += only_verdict(target.step()).tokens
-    assert target.steady.seen[-1][0].missed_rounds == 3
-    target.block((*tokens[:-1], 0), (9,))
-    tokens += only_verdict(target.step()).tokens
-    assert target.steady.seen[-1][0].missed_rounds == 3, "a useless block shows a live drafter"
+    assert target.steady.seen[-1][0].missed == 3
     target.block(tokens, text(tokens, 2))
     target.step()
     latest, _ = target.steady.seen[-1]
-    assert latest.missed_rounds == 0
-    assert latest.chances.accepted[1] > 0
+    assert (latest.missed, latest.accepted) == (0, 2)
+
+
+def test_another_drafter_starts_without_the_value_of_the_previous_one():
+    target, _ = attached()
+    for _ in range(3):
+        target.step()
+    known = target.known["s"]
+    target.attach(tuple(known), drafter="another#1")
+    target.step()
+    assert target.steady.seen[-1][0].missed <= 1
 
 
 # ---------------------------------------------------------------- delays and costs
@@ -208,23 +187,10 @@ def a_round(target: Target, before: Tokens, delay_s: float) -> Tokens:
 def test_the_first_block_of_a_drafter_is_not_timed_because_it_includes_reading_the_prompt():
     target, tokens = attached()
     tokens = a_round(target, tokens, 5.0)
-    assert target.steady.seen[-1][1].delay.weight == 0
+    assert target.scheduler.controller.blocks_timed == 0
     a_round(target, tokens, 0.01)
-    assert target.steady.seen[-1][1].delay.base == pytest.approx(0.01)
-
-
-def test_block_delays_are_measured_for_each_octave_of_sessions():
-    target, tokens = attached()
-    for _ in range(2):
-        tokens = a_round(target, tokens, 0.01)
-    for name in "abc":
-        target.open(name, tokens=(7, 8))
-    target.step()
-    assert target.steady.seen[-1][1].delay.weight == 0, "nothing was measured with four sessions"
-    for name in "abc":
-        target.close(name)
-    target.step()
-    assert target.steady.seen[-1][1].delay.base == pytest.approx(0.01)
+    assert target.steady.seen[-1][0].delay_s == pytest.approx(0.01)
+    assert target.scheduler.controller.block_delay_s == pytest.approx(0.01)
 
 
 def test_a_step_that_only_opens_and_closes_sessions_leaves_the_step_cost_unchanged():
@@ -235,36 +201,13 @@ def test_a_step_that_only_opens_and_closes_sessions_leaves_the_step_cost_unchang
     for _ in range(2):
         target.step()
         target.now += 5.0
-    cost = target.scheduler.controller.load.step
-    assert cost.cost != StepCost.profiled(None).cost
+    cost = target.scheduler.controller.load.step.cost
+    assert cost != StepCost().cost
     target.now -= 5.0
     target.close("b")
     target.step()
     assert target.rows[-1] == ()
-    assert target.scheduler.controller.load.step == cost
-
-
-def test_requests_without_speculation_do_not_shorten_its_pauses():
-    """Otherwise other requests would see more frequent trials of speculation."""
-    target = Target(policy=Adaptive(), max_context=1000, pages=1000)
-
-    def run(session: str, draft_tokens: int, steps: int) -> list[bool]:
-        """Returns whether speculation was on at each step; speculative steps take twice as long."""
-        target.open(session, draft_tokens=draft_tokens, max_len=900)
-        target.attach(PROMPT, session)
-        on = []
-        for _ in range(steps):
-            on.append(target.scheduler.controller.load.speculates)
-            target.now += 0.2 if on[-1] and draft_tokens else 0.1
-            target.step()
-        target.close(session)
-        return on
-
-    lost = run("a", 4, 120)
-    assert lost[0]
-    assert not any(lost[-40:])
-    assert not any(run("b", 0, 800))
-    assert any(run("c", 4, 800))
+    assert target.scheduler.controller.load.step.cost == cost
 
 
 # ---------------------------------------------------------------- drafters whose blocks become bad
@@ -306,7 +249,7 @@ def test_a_drafter_whose_blocks_become_bad_is_resynchronized_and_excluded_until_
     assert only_verdict(target.step(), DRAFTER).tokens == text(tokens, 1)
 
 
-def test_the_router_gets_a_report_of_a_collapse_and_another_if_the_resync_did_not_help():
+def test_the_router_gets_one_report_of_a_collapse():
     target, tokens = attached()
     tokens, good = drafted_rounds(target, tokens, 16, right=True)
     assert all(verdict.collapse is None for verdict in good)
@@ -315,22 +258,9 @@ def test_the_router_gets_a_report_of_a_collapse_and_another_if_the_resync_did_no
         tokens, bad = drafted_rounds(target, tokens, 20, right=False)
         reports += [verdict.collapse for verdict in bad if verdict.collapse is not None]
         target.attach(tokens)
-    assert [collapse.is_resynced for collapse in reports] == [False, True]
-    assert all(collapse.usual > 0.8 and collapse.latest == 0.0 for collapse in reports)
+    (collapse,) = reports
+    assert collapse.usual > 0.8
     assert target.scheduler.draft_quality.desyncs == 1
-
-
-def test_a_new_session_is_compared_with_its_drafters_acceptance_before_the_collapse():
-    target, tokens = attached()
-    tokens, _ = drafted_rounds(target, tokens, 16, right=True)
-    drafted_rounds(target, tokens, 20, right=False)
-    target.close()
-    for drafter, is_suspected in ((DRAFTER, True), ("another#1", False)):
-        target.open(drafter, tokens=(1, 2), max_len=100)
-        target.attach((1, 2), drafter, drafter)
-        _, found = drafted_rounds(target, (1, 2), 30, right=False, session=drafter)
-        assert any(verdict.collapse is not None for verdict in found) == is_suspected
-        target.close(drafter)
 
 
 def test_blocks_are_counted_by_drafter_context_and_cached_prefix():

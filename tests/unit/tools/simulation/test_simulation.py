@@ -149,7 +149,16 @@ def test_random_scenarios_commit_the_reference_text():
     """`World.run` asserts that every session ends with the non-speculative text, and that no resources leak."""
     reports = [World(random_scenario(seed)).run() for seed in range(SCENARIOS)]
     assert sum(report.tokens for report in reports) > 10 * SCENARIOS
-    for cause in ("guess_hit", "wrong_guess", "stale", "duplicate", "verdict_gap", "late", "silent", "given_up"):
+    for cause in (
+        "guess_hit",
+        "wrong_guess",
+        "stale",
+        "duplicate",
+        "verdict_gap",
+        "late",
+        "drafter given up",
+        "given_up",
+    ):
         assert sum(report.causes[cause] for report in reports) > 0, f"no random_scenario met '{cause}'"
     failed = [report for report in reports if report.failed]
     assert len(failed) < SCENARIOS / 20, "targets fail so seldom that a session is hardly ever given up"
@@ -209,7 +218,7 @@ def test_the_sessions_of_a_stalled_drafter_move_to_another():
     stall = Faults(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=20.0),))
     fleet = Fleet(drafters=2)
     report, unhurt = (run(0.8, 4, Mode.DRAFT_AHEAD, LONG, fleet=fleet, fault_plan=a) for a in (stall, Faults()))
-    assert report.causes["silent"] >= 1
+    assert report.causes["drafter given up"] >= 1
     assert report.causes["given_up"] == 0, "it is not overloaded"
     assert report.tokens_per_s > 0.9 * unhurt.tokens_per_s
     assert report.longest_gap_s < unhurt.longest_gap_s + 2 * STEP_S
@@ -219,12 +228,12 @@ def test_a_lone_drafter_is_used_again_after_a_stall():
     stall = Faults(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=3.0),))
     report = run(0.8, 4, Mode.DRAFT_AHEAD, LONG, fault_plan=stall)
     unhurt = run(0.8, 4, Mode.DRAFT_AHEAD, LONG)
-    assert report.causes["silent"] >= 1
+    assert report.causes["drafter given up"] >= 1
     assert report.blocks > 0.8 * unhurt.blocks
 
 
 @pytest.mark.parametrize("drafters", [1, 2])
-def test_an_overloaded_drafter_refuses_at_little_cost(drafters):
+def test_an_overloaded_drafter_costs_little(drafters):
     draft = DraftCost(forward=ForwardCost.linear(0.002, per_row_s=0.002))  # a pass for all sessions takes many steps
     costs = CostModel(
         target=ForwardCost.linear(STEP_S, per_token_s=0.0002), draft=draft, hop_s=HOP_S, host_step_s=0.0, host_row_s=0.0
@@ -233,8 +242,6 @@ def test_an_overloaded_drafter_refuses_at_little_cost(drafters):
     config = SimulationConfig(costs, speculation, MANY_ON_ONE, Fleet(drafters=drafters))
     report = World(config).run()
     plain = World(replace(config, fleet=Fleet(drafters=0))).run()
-    is_asked_for_nothing = report.causes["passes"] < 0.05 * report.steps  # with one drafter, speculation is soon off
-    assert report.causes["given_up"] > 0 or is_asked_for_nothing
     assert report.tokens_per_s > 0.97 * plain.tokens_per_s
 
 
@@ -247,39 +254,33 @@ EIGHT = Workload(ClosedLoop(8), sessions=32, prompt_tokens=20, new_tokens=600)
 
 
 @pytest.mark.parametrize("mode", [Mode.LOCK_STEP, Mode.DRAFT_AHEAD])
-def test_a_drafter_that_turns_to_noise_is_resynced_replaced_and_excluded(mode):
+def test_a_drafter_that_turns_to_noise_is_resynced_and_excluded(mode):
     """No session fails, all texts equal the non-speculative ones, and the other drafter takes over all sessions."""
     report = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=2), fault_plan=noise(0))
     unhurt = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=2))
     assert (report.sessions, report.failed) == (32, 0)
-    for step in ("resynced", "replaced", "given up"):
-        assert report.causes[f"bad: {step}"] >= 1, step
+    assert report.causes["drafter resynced"] >= 1
+    assert report.causes["drafter given up"] >= 1
     assert report.causes["resync"] >= 1, "the drafter has heard of it"
-    assert report.causes["bad: non_speculative"] <= 1, "the other drafter was good"
     assert report.tokens_per_s > 0.9 * unhurt.tokens_per_s
-    assert not [cause for cause in unhurt.causes if cause.startswith("bad")], "without noise there is no alarm"
+    assert not [cause for cause in unhurt.causes if cause.startswith("drafter")], "without noise there is no alarm"
 
 
-@pytest.mark.parametrize("mode", [Mode.LOCK_STEP, Mode.DRAFT_AHEAD])
 @pytest.mark.parametrize("drafters", [1, 2])
-def test_sessions_continue_without_speculation_if_all_drafters_turn_to_noise(mode, drafters):
-    report = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=drafters), fault_plan=noise(*range(drafters)))
-    plain = run(0.8, 0, mode, EIGHT)
+def test_sessions_continue_at_full_speed_if_all_drafters_turn_to_noise(drafters):
+    report = run(0.8, 4, Mode.DRAFT_AHEAD, EIGHT, fleet=Fleet(drafters=drafters), fault_plan=noise(*range(drafters)))
+    plain = run(0.8, 0, Mode.DRAFT_AHEAD, EIGHT)
     assert (report.sessions, report.failed) == (32, 0)
-    assert report.causes["bad: resynced"] >= 1
-    assert report.causes["bad: non_speculative"] >= 1 or mode is Mode.DRAFT_AHEAD, (
-        "pacing may ask for nothing before it comes to that"
-    )
-    assert report.tokens_per_s > 0.9 * plain.tokens_per_s
+    assert report.tokens_per_s > 0.95 * plain.tokens_per_s
 
 
 def test_a_recovered_drafter_is_used_again():
     short = Workload(ClosedLoop(4), sessions=96, prompt_tokens=20, new_tokens=200)
-    ill = run(0.8, 4, Mode.LOCK_STEP, short, fault_plan=noise(0))
-    better = run(0.8, 4, Mode.LOCK_STEP, short, fault_plan=noise(0, seconds=5.0))
-    assert better.causes["bad: given up"] >= 1
+    ill = run(0.8, 4, Mode.DRAFT_AHEAD, short, fault_plan=noise(0))
+    better = run(0.8, 4, Mode.DRAFT_AHEAD, short, fault_plan=noise(0, seconds=5.0))
+    assert better.causes["drafter given up"] >= 1
     assert better.failed == 0
-    assert better.tokens_per_s > 2 * ill.tokens_per_s
+    assert better.tokens_per_s > 1.3 * ill.tokens_per_s
 
 
 def test_a_dead_routers_sessions_are_freed():
