@@ -257,9 +257,8 @@ def _attach_from_pb(m: pb.Attach) -> Attach:
 
 
 def _collapse_from_pb(m: pb.Collapse) -> Collapse:
-    for name, share in (("usual", m.usual), ("latest", m.latest)):
-        require(0.0 <= share <= 1.0, f"collapse.{name} is {share}, expected 0 to 1")
-    return Collapse(m.usual, m.latest, m.is_resynced)
+    require(0.0 <= m.usual <= 1.0, f"collapse.usual is {m.usual}, expected 0 to 1")
+    return Collapse(m.usual)
 
 
 def _states_from_pb(m: pb.States) -> States:

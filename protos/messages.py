@@ -292,11 +292,9 @@ class NoDraft:
 
 @value
 class Collapse:
-    """Reports that the drafter's acceptance rate in a session fell far below its usual level."""
+    """Reports that a session's blocks, usually good, are all rejected."""
 
-    usual: float
-    latest: float
-    is_resynced: bool
+    usual: float  # usual share of blocks with an accepted token
 
 
 @value

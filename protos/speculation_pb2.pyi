@@ -274,14 +274,10 @@ class NoDrafts(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[str]] = ..., base_lens: _Optional[_Iterable[int]] = ..., prefix_hashes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Collapse(_message.Message):
-    __slots__ = ("usual", "latest", "is_resynced")
+    __slots__ = ("usual",)
     USUAL_FIELD_NUMBER: _ClassVar[int]
-    LATEST_FIELD_NUMBER: _ClassVar[int]
-    IS_RESYNCED_FIELD_NUMBER: _ClassVar[int]
     usual: float
-    latest: float
-    is_resynced: bool
-    def __init__(self, usual: _Optional[float] = ..., latest: _Optional[float] = ..., is_resynced: _Optional[bool] = ...) -> None: ...
+    def __init__(self, usual: _Optional[float] = ...) -> None: ...
 
 class TokenScores(_message.Message):
     __slots__ = ("logprobs", "ranks", "top_ids", "top_logprobs")

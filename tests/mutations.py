@@ -135,7 +135,7 @@ def _sensible(session: str) -> dict[FrameType, list[Message]]:
     scores = (TokenScore(-1.0, 1, (5,), (-1.0,)),)
     verdicts = [
         Verdict(session, 1, 3, here, (5, 6), 1, 2, Finish.NONE, DraftAnswer.GIVEN),
-        Verdict(session, 1, 3, here, (5,), 0, 0, Finish.STOP, DraftAnswer.MISSED, Collapse(0.5, 0.1, True), 1.0),
+        Verdict(session, 1, 3, here, (5,), 0, 0, Finish.STOP, DraftAnswer.MISSED, Collapse(0.5), 1.0),
         Verdict(session, 1, 3, here, (5,), 0, 2, scores=scores, prompt_scores=scores * 2, rejected=(6,)),
     ]
     refusals = [Refusal(session, 1, RefusalReason.OVERLOADED, "full"), Refusal(session, 1, RefusalReason.INVALID, "")]

@@ -174,7 +174,7 @@ class DraftQualityMonitor:
         if not session.watch.block_verified(accepted):
             return None
         self.desyncs += 1
-        return Collapse(session.watch.usual.value, latest=0.0, is_resynced=False)
+        return Collapse(session.watch.usual.value)
 
 
 @dataclass(frozen=True, slots=True)

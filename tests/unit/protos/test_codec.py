@@ -162,7 +162,7 @@ def verdicts(draw: st.DrawFn) -> Verdict:
         drafted=draw(st.integers(accepted + len(rejected), 2**32 - 1)),
         finish=draw(st.sampled_from(Finish)),
         answer=draw(st.sampled_from(DraftAnswer)),
-        collapse=draw(st.none() | st.builds(Collapse, floats(0, 1), floats(0, 1), st.booleans())),
+        collapse=draw(st.none() | st.builds(Collapse, floats(0, 1))),
         margin=draw(st.none() | st.floats(0, 1e9)),
         prefix_cached=draw(U32),
         scores=draw(st.just(()) | scores(len(tokens))),
@@ -535,7 +535,7 @@ BAD_VERDICTS = {
     "negative margin": (with_details(margin=-0.5), "margin is -0.5"),
     "negative id": (with_tokens(-1, 5), "negative"),
     "a share above 1": (with_details(collapse=pb.Collapse(usual=1.5)), "collapse.usual is 1.5"),
-    "NaN share": (with_details(collapse=pb.Collapse(latest=math.nan)), "collapse.latest is nan"),
+    "NaN share": (with_details(collapse=pb.Collapse(usual=math.nan)), "collapse.usual is nan"),
 }
 BAD_DRAFT_REQUESTS = {
     "empty session": (with_entries(sessions=""), "session is empty"),

@@ -327,7 +327,7 @@ def test_a_reopened_session_stays_at_its_drafter_and_is_counted(caplog):
     harness = RouterHarness(drafters="DE")
     assignment = harness.begin()
     drafter = str(assignment.session.drafter)
-    harness.verdict(assignment, collapse=Collapse(0.8, 0.0, False))
+    harness.verdict(assignment, collapse=Collapse(0.8))
     assert assignment.session.drafter == drafter
     assert harness.assignments.recoveries == {(drafter, "resynced"): 1}
     assert f"session s: drafter {drafter}: target accepts no tokens, usually of 80 % of the blocks" in caplog.text
@@ -336,7 +336,7 @@ def test_a_reopened_session_stays_at_its_drafter_and_is_counted(caplog):
 def test_reports_about_other_attempts_are_ignored():
     harness = RouterHarness(drafters="DE")
     assignment = harness.begin()
-    harness.verdict(assignment, collapse=Collapse(0.8, 0.0, False), attempt=assignment.session.attempt + 1)
+    harness.verdict(assignment, collapse=Collapse(0.8), attempt=assignment.session.attempt + 1)
     assert harness.assignments.recoveries == {}
 
 
