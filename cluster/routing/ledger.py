@@ -169,7 +169,6 @@ class Session:
         self.target: str | None = None
         self.drafter: str | None = None
         self.has_drafted = False  # True after the drafter's first answer in time
-        self._answers: list[bool] = []  # outcomes of draft requests since `take_answers`
         self.failed_targets: frozenset[str] = frozenset()
         self.drafts = generation.draft_tokens > 0
         self.counts = Counts()
@@ -205,7 +204,6 @@ class Session:
         self.drafter = address
         self._drafters += 1
         self.has_drafted = False
-        self._answers = []
         return self._open_drafter()
 
     def leave_drafter(self) -> list[Command]:
@@ -223,17 +221,6 @@ class Session:
         self.phase = Phase.SEEKING
         self.target = None
         return [ToTarget(left, Close(self.generation.session, self.attempt))]
-
-    def take_answers(self) -> list[bool]:
-        """Returns the outcomes of the drafter's requests since the previous call.
-
-        False: no block came in time, or no token of it was accepted.
-        """
-        answers = self._answers
-        self._answers = []
-        return answers
-
-    # ------------------------------------------------------------ events
 
     def receive(self, peer: str, message: Message) -> list[Command]:
         """Handles a message from the session's target or drafter."""
@@ -263,9 +250,7 @@ class Session:
         self.counts.drafted += verdict.drafted
         self.counts.accepted += verdict.accepted
         if self.drafter is not None and verdict.answer is not DraftAnswer.NOT_ASKED:
-            is_given = verdict.answer is DraftAnswer.GIVEN
-            self._answers.append(is_given and (verdict.accepted > 0 or not verdict.drafted))
-            self.has_drafted |= is_given
+            self.has_drafted |= verdict.answer is DraftAnswer.GIVEN
         cached = min(verdict.prefix_cached, prompt_len) if is_first else 0
         commands: list[Command] = [
             CommittedTokens(

@@ -386,7 +386,7 @@ class SessionRouter(Generic[F]):
     @property
     def awaits_tick(self) -> bool:
         """True if `tick` has work to do."""
-        return bool(self._waiting) or self._watch.has_updates
+        return bool(self._waiting) or self._watch.has_failed
 
     def are_targets_full(self, now: float) -> bool:
         """Returns True if targets exist and all of them have just reported to be full; a new session would wait."""
@@ -410,14 +410,13 @@ class SessionRouter(Generic[F]):
         """Drops a session that has ended and is closed on its peers."""
         self._assignments.pop(assignment.name, None)
         self._waiting.pop(assignment.name, None)
-        self._watch.forget(assignment.name)
         self._choice.forget(assignment.session)
 
     def tick(self, now: float) -> Ready[F]:
         """Replaces failed drafters, assigns waiting sessions, and fails sessions that have waited too long for a
         target.
         """
-        for drafter in self._watch.pop_failed(now):
+        for drafter in self._watch.take_failed():
             self._move_sessions_off(drafter, now)
         for peer in [*self.targets.leaving]:
             self._move_sessions_off(peer, now)
@@ -442,7 +441,8 @@ class SessionRouter(Generic[F]):
     def _on_message(self, assignment: F, peer: str, message: Message, now: float) -> None:
         session = assignment.session
         if isinstance(message, Verdict):
-            self._watch.on_verdict(session, message)
+            if peer == session.target:
+                self._watch.on_verdict(session, message, now)
             commands = session.on_verdict(peer, message)
             if len(commands) == 1 and isinstance(commands[0], CommittedTokens):  # as in most rounds
                 self._ready.events.append((assignment, commands[0]))
@@ -552,7 +552,7 @@ class SessionRouter(Generic[F]):
     def _choose_drafter(self, session: Session, now: float) -> str | None:
         """Chooses a drafter by load and proximity to the session's target.
 
-        Returns a drafter without useful blocks if there is no other, because its target notices when it recovers.
+        If the breakers of all drafters are open, returns one of these, because its target will detect its recovery.
         """
         worth = self.locality.worth(session.target)
         choose = partial(self.drafters.choose, worth=worth)

@@ -6,5 +6,6 @@ drafter's circuit breaker. Pure; callers pass times in.
 
 Start with `controller`. The verification scheduler calls `SpeculationController`, which collects the measurements.
 `Adaptive` is the policy, and `KillSwitch` turns speculation off where it measurably loses. `estimators` estimates
-acceptance and step cost. `circuit_breaker` is the router's: it takes sessions off drafters without useful blocks.
+acceptance and step cost. `circuit_breaker` runs in the router, and pauses drafters without useful
+blocks.
 """

@@ -1,4 +1,4 @@
-"""Circuit breakers of a router for drafters without useful blocks, and short pauses for full drafters.
+"""Router-side circuit breakers: pause drafters that send no useful blocks, and briefly pause full ones.
 
 A block is useful if the target accepted a token of it. Missing, late and rejected blocks count alike. A router waits
 longer than a target before it reacts, because each move costs the new drafter a prefill. Callers pass times in.
@@ -18,8 +18,8 @@ class CircuitBreaker:
     """A router's circuit breaker for one drafter.
 
     A closed breaker lets sessions through. It opens when no block has been useful for too long. After a pause it is
-    half-open and passes one session as a probe; a useful block closes it, of that session or of one that the drafter
-    kept. A full drafter is healthy, so its pauses stay short, and each passes one more session.
+    half-open and passes one session as a probe. It closes on a useful block from any session still on the drafter. A
+    full drafter is healthy, so its pauses stay short, and each passes one more session.
     """
 
     def __init__(self) -> None:
@@ -27,65 +27,65 @@ class CircuitBreaker:
         self._is_full = False
         self._backoff = Backoff()
         self._full_until = 0.0  # end of the pause of a full drafter, or of the wait for the outcome of its probe
-        self._probe: str | None = None  # probe session
+        self._probes: set[str] = set()  # sessions assigned since the breaker opened or the drafter was full
         self._probe_until = 0.0
-        self._failures = 0  # number of requests since the latest useful block
+        self._failures = 0  # number of consecutive requests without a useful block
         self._failing_since = 0.0  # time of the first of them
-        self._limit_s = 0.0  # shortest limit of the sessions of these requests
+        self._failed_at = -FIRST_BLOCK_S  # time of the latest
 
     def takes(self, now: float) -> bool:
         """Returns True if the drafter may get a session."""
         if not self.has_room(now):
             return False
-        return not self._is_open or (now >= self._backoff.until and (self._probe is None or now >= self._probe_until))
+        return not self._is_open or (now >= self._backoff.until and (not self._probes or now >= self._probe_until))
 
     def has_room(self, now: float) -> bool:
         """Returns False during the pause of a full drafter."""
         return now >= self._full_until
 
     def placed(self, session: str, now: float) -> None:
-        """Records an assignment; after a pause, the session becomes the probe."""
+        """Records an assignment; after a pause, the session becomes a probe."""
         if self._is_full:
             self._full_until = now + FULL_PAUSE_S
         if self._is_full or (self._is_open and now >= self._backoff.until):
-            self._probe = session
+            self._probes.add(session)
             self._probe_until = now + FIRST_BLOCK_S
 
     def useful(self, session: str) -> None:
-        """Records a useful block, or the answer that there is none."""
+        """Records a useful block or a NoDraft."""
         self._failures = 0
         if self._is_open:
             self._is_open = False
-            self._backoff.pause_s /= 2
-        if session == self._probe:
-            self._probe = None
+            self._backoff.reset()
+        if session in self._probes:
+            self._probes.clear()
             self._is_full = False
 
     def failed(self, now: float, limit_s: float) -> bool:
         """Records a request without a useful block.
 
-        Returns True if the breaker opens now because no block has been useful for `limit_s` seconds, or for the
-        shorter limit of another session.
+        Returns True if the breaker opens now because no block has been useful for `limit_s` seconds. A pause of the
+        requests ends the count.
         """
-        if self._failures == 0:
+        if not self._failures or now - self._failed_at > FIRST_BLOCK_S:
+            self._failures = 0
             self._failing_since = now
-            self._limit_s = limit_s
+        self._failed_at = now
         self._failures += 1
-        self._limit_s = min(self._limit_s, limit_s)
-        if self._failures < MIN_FAILURES or now - self._failing_since < self._limit_s:
+        if self._failures < MIN_FAILURES or now - self._failing_since < limit_s:
             return False
         self._failures = 0
         if self._is_open and now < self._backoff.until:
             return False  # failures during a pause do not extend it
         self._is_open = True
-        self._probe = None
+        self._probes.clear()
         self._backoff.failed(now)
         return True
 
     def refused(self, now: float) -> None:
         """Starts a short pause after a full drafter has refused a session."""
         self._is_full = True
-        self._probe = None
+        self._probes.clear()
         self._full_until = now + FULL_PAUSE_S
 
 

@@ -7,9 +7,9 @@ method for maximizing a ratio), and a wait at the throughput of non-speculative 
 Estimates miss some costs, such as contention with drafters on the same machine, but measured throughput includes them.
 Where speculation was slower than non-speculative decoding at the same load, the kill switch turns it off.
 
-Both tests repeat, so speculation returns within seconds. One session of those whose drafts are worth nothing sends a
-probe after pauses that double (`Adaptive`). After a loss, the pause of the kill switch lasts until a trial would cost
-one percent of it, or until non-speculative steps change their pace. Pure; reads no clock.
+When no draft length pays, one session at a time sends a probe, with exponential backoff up to a few seconds
+(`Adaptive`). After a loss, the pause of the kill switch lasts until a trial would cost one percent of it, or until
+non-speculative steps change their pace. Pure; reads no clock.
 """
 
 from collections import Counter, defaultdict
@@ -34,7 +34,7 @@ from cluster.speculation.estimators import (
 from protos.frozen import value
 
 FIRST_PAUSE_S = 0.25  # pause after a failed test; doubles after each further one
-MAX_PAUSE_S = 4.0  # speculation returns within seconds
+MAX_PAUSE_S = 4.0  # upper bound of the pause
 
 
 @dataclass(slots=True)
@@ -87,7 +87,8 @@ class PacingPolicy(Protocol):
         ...
 
 
-TRIAL_SHARE = 0.01  # approximate share of time for losing trials, and for non-speculative steps where speculation wins
+# Approximate share of time for losing trials, for waits of probes, and for looks at non-speculative steps.
+TRIAL_SHARE = 0.01
 MIN_PROBE_STEPS = 16  # minimum pause between probes, in steps
 PROBE_TOKENS = 2  # draft length of a probe: cheap, but long enough to detect better acceptance
 MIN_LOOKAHEAD_GAIN = 0.02  # minimum gain of drafting ahead, in tokens per round
@@ -103,19 +104,19 @@ class Adaptive:
         self._load = Load()
         self._decisions: dict[tuple[int, int], DraftingDecision] = {}  # by (level, limit)
         self._probes = Backoff()
-        self._reading: DraftValue | None = None  # session with a due probe, whose drafter has yet to answer
 
     def decide(self, drafts: DraftValue, limit: int, load: Load, now: float) -> DraftingDecision:
-        """Returns the request of the session's level, or a probe if that does not measure the drafter.
+        """Returns the best request for the session's level. If steps would not wait for it, a probe may replace it.
 
         A probe continues while the target accepts its tokens.
         """
         if load is not self._load:
-            if load.sessions != self._load.sessions or not self._load.speculates:
+            if not self._load.speculates:
                 self._probes.until = 0.0
             self._load = load
             self._decisions = {}
         if not load.speculates:
+            drafts.is_probed = False
             return NO_DRAFT
         level = drafts.level
         decision = self._decisions.get((level, limit))
@@ -151,22 +152,24 @@ class Adaptive:
         prefill, the request is not awaited.
         """
         load = self._load
+        least_s = MIN_PROBE_STEPS * load.step.non_speculative_s(load.sessions)
         if drafts.is_probed:
             drafts.is_probed = False
             if drafts.accepted > waiting_cost(load) * drafts.delay_s:
                 drafts.log_odds = max(0.0, drafts.log_odds)
                 self._probes.reset()
             else:
-                self._probes.failed(now, MIN_PROBE_STEPS * load.step.non_speculative_s(load.sessions))
+                self._probes.failed(now, least_s)
         tokens = decision.tokens or min(PROBE_TOKENS, limit)
-        is_reading = drafts is self._reading
-        if now < self._probes.until and not (is_reading and drafts.has_drafted):
-            return DraftingDecision(tokens) if is_reading else decision
-        self._probes.until = now + FIRST_PAUSE_S  # one probe at a time
-        if not drafts.has_drafted and not is_reading:
-            self._reading = drafts
+        if drafts.is_reading:
+            if not drafts.has_drafted:
+                return DraftingDecision(tokens)
+        elif now < self._probes.until or not drafts.is_attached:
+            return decision
+        self._probes.until = now + max(FIRST_PAUSE_S, least_s)  # one probe at a time
+        drafts.is_reading = not drafts.has_drafted
+        if drafts.is_reading:
             return DraftingDecision(tokens)
-        self._reading = None
         drafts.is_probed = True
         worth = max(float(tokens), load.non_speculative_rate * TRIAL_SHARE * self._probes.pause_s)
         return DraftingDecision(tokens, worth, decision.least_chance, hold_step=True)
@@ -254,7 +257,7 @@ class SilentDrafters:
         if silent < 0:
             return True
         turns, rest = divmod(silent + 1, FIRST_WAIT_STEPS)
-        return not rest and (turns % (MAX_WAIT_STEPS // FIRST_WAIT_STEPS) == 0 or turns & (turns - 1) == 0 < turns)
+        return not rest and (turns.bit_count() == 1 or turns % (MAX_WAIT_STEPS // FIRST_WAIT_STEPS) == 0)
 
 
 GAIN_MEMORY = 0.02  # weight of the latest step: about 50 steps reveal a gain of 1.25 despite deviations of 0.8
@@ -406,16 +409,14 @@ class SpeculationController:
         self._draft_version = 0  # newest version of a learned draft
         self._steps = 0  # number of steps since the snapshot
         self._expectations: dict[tuple[int, int], float] = {}  # accepted tokens by (level, requested tokens)
-        self._now = 0.0  # end of the latest step
         self.load = Load(StepCost(profile))
 
-    def record_step(self, step: StepShape, committed: int, seconds: float, took_s: float, now: float) -> None:
+    def record_step(self, step: StepShape, committed: int, seconds: float, took_s: float) -> None:
         """Records a step of `seconds` that committed `committed` tokens of sessions past their prompts.
 
         `took_s` also includes the wait before the step. The step after a speculative step counts as speculative too,
         because drafters may still be running.
         """
-        self._now = now
         self._steps += 1
         speculates = step.is_drafted_for or self._was_drafted_for
         self._was_drafted_for = step.is_drafted_for
@@ -457,12 +458,14 @@ class SpeculationController:
     def block_missed(self, drafts: DraftValue, requested: int, waited_s: float) -> None:
         """Records that no block came although a step waited for `waited_s` seconds.
 
-        Its delay is unknown but longer, so it counts as twice the wait, as in the backoff of RFC 6298.
+        A wait shorter than the usual delay proves nothing. After a longer one, the delay is unknown, and counts as
+        twice the wait, as in the backoff of RFC 6298.
         """
+        if waited_s <= self._delay.at(requested):
+            return
+        self._delay = self._delay.after(requested, 2 * waited_s, REPLICA_MEMORY)
         if drafts.has_drafted:
             drafts.update(0, self._expected(drafts, requested))
-        if waited_s > self._delay.at(requested):
-            self._delay = self._delay.after(requested, 2 * waited_s, REPLICA_MEMORY)
 
     def block_arrived(self, tokens: int, delay_s: float) -> None:
         """Records a block of `tokens` tokens that arrived `delay_s` seconds after its verdict."""
@@ -470,7 +473,7 @@ class SpeculationController:
         self.block_delay_s += delay_s
         self._delay = self._delay.after(tokens, delay_s, REPLICA_MEMORY)
 
-    def decide(self, drafts: DraftValue, limit: int, sessions: int) -> DraftingDecision:
+    def decide(self, drafts: DraftValue, limit: int, sessions: int, now: float) -> DraftingDecision:
         """Returns the request for the next block, of at most `limit` tokens, for one of `sessions` sessions."""
         speculates = self._kill_switch.is_on(sessions)
         load = self.load
@@ -478,7 +481,7 @@ class SpeculationController:
             self._refresh(sessions, speculates)
         if drafts.was_requested:
             self._hits = blend(self._hits, drafts.has_hit, REPLICA_MEMORY)
-        decision = self._policy.decide(drafts, min(limit, MAX_POSITIONS), self.load, self._now)
+        decision = self._policy.decide(drafts, min(limit, MAX_POSITIONS), self.load, now)
         drafts.was_requested = decision.tokens > 0
         self.chosen[decision.tokens] += 1
         return decision
@@ -509,7 +512,7 @@ class SpeculationController:
             expected_s = non_speculative_s + (committed - step.decoding) * token_s
             self._kill_switch.step(self.load.sessions, expected_s, took_s, cost.non_speculative_pace)
         if not step.prompts:
-            cost.with_drafts(step.rows, step.tokens, seconds)
+            cost.with_drafts(step.rows, step.tokens, seconds or took_s)
 
     def _non_speculative_s(self, step: StepShape) -> float:
         """Returns the duration of a non-speculative step with the same prompts and one token per other session.

@@ -93,7 +93,8 @@ class Pairs:
 
     def at(self, x: float) -> float:
         """Returns the line's value at x; 0 without measurements."""
-        return self.base + self.slope * x
+        slope = self.slope
+        return max(0.0, self.y - slope * self.x) / self.weight + slope * x if self.weight else 0.0
 
 
 MAX_POSITIONS = 16  # maximum number of nodes counted per block, and maximum requested length
@@ -143,7 +144,7 @@ SILENT_AFTER = 3  # missed rounds or steps after which a drafter counts as silen
 class DraftValue:
     """Estimate of what one drafter's blocks are worth in one session.
 
-    A missing block, a late block and a rejected block all count as requested tokens without acceptance.
+    A rejected block and one that takes longer than usual count as requested tokens without acceptance.
     """
 
     log_odds: float = 0.0  # acceptance relative to the replica's rates
@@ -152,6 +153,8 @@ class DraftValue:
     missed: int = 0  # number of rounds since the latest block
     accepted: int = 0  # accepted tokens of the latest round
     has_hit: bool = False  # True if the next block had already arrived at the latest verdict
+    is_attached: bool = False  # True if a drafter has attached
+    is_reading: bool = False  # True if a probe is due after the drafter's first answer
     is_probed: bool = False  # True if the latest request was a probe
     was_requested: bool = False  # True if the latest verdict came with a request
 

@@ -393,7 +393,7 @@ class VerificationScheduler:
         self.admission.waiting[name] = session
         self._admit(now)
         if name in self.admission.waiting:
-            self._decide_drafting(session)  # lets the drafter read the prompt before admission
+            self._decide_drafting(session, now)  # lets the drafter read the prompt before admission
         for waiting in self._early.take(name):
             if waiting.attach is not None:
                 session.access.admit(waiting.drafter, waiting.attach.assignment_token)
@@ -434,6 +434,7 @@ class VerificationScheduler:
 
     def _block(self, drafter: str, block: Block, now: float) -> None:
         """Stores a block until its prefix is decided; drops and counts a block that can never be verified."""
+        self._silent.answered(drafter)
         if cause := self._limits.rejection_reason(block):
             self.counts.drop(cause, block)
             return
@@ -456,6 +457,7 @@ class VerificationScheduler:
 
     def _no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
         """Records that the drafter has no block for a prefix, so that no step waits for it."""
+        self._silent.answered(drafter)
         session = self.admission.find(no_draft.session)
         if session is None or not session.access.admits(drafter):
             return
@@ -483,16 +485,16 @@ class VerificationScheduler:
         self.admission.forget(name)
 
     def _admit(self, now: float) -> None:
-        for session in self.admission.admit():
+        for session in list(self.admission.admit()):
             session.waiting_since = now
-            self._decide_drafting(session)
+            self._decide_drafting(session, now)
 
-    def _decide_drafting(self, session: TargetSequence) -> None:
+    def _decide_drafting(self, session: TargetSequence, now: float) -> None:
         """Decides the session's next draft request."""
         limit = session.open.draft_tokens
         if limit > 0:
             sessions = max(1, len(self.admission.running))
-            session.exchange.request = self.controller.decide(session.drafts, limit, sessions)
+            session.exchange.request = self.controller.decide(session.drafts, limit, sessions, now)
 
     # ------------------------------------------------------------ the planned end
 
@@ -718,7 +720,7 @@ class VerificationScheduler:
         if step.fed:  # a step without rows only opens and closes sessions
             decoded = [step.decided[row.session] for _, row in step.fed if not row.feeds_prompt]
             committed = sum(outcome.token_count for outcome in decoded)
-            self.controller.record_step(step.shape, committed, step.seconds, step.took_s, step.now)
+            self.controller.record_step(step.shape, committed, step.seconds, step.took_s)
         self.counts.step_s += step.seconds
 
     def _settle(
@@ -738,7 +740,8 @@ class VerificationScheduler:
         )
         self.reporter.deciding(session, step.now)
         session.learn(row, outcome, decision, step.now)
-        self._decide_drafting(session)
+        if decision.finish is Finish.NONE:
+            self._decide_drafting(session, step.now)
         verdict = _verdict(session, decision, outcome, drafted, collapse)
         sends: list[Send] = []
         drafter = session.drafter
@@ -788,9 +791,7 @@ class VerificationScheduler:
 
     def _note_answer(self, session: TargetSequence, answer: Block | NoDraft, tokens: int, now: float) -> None:
         """Records an answer's delay; ignores lookahead blocks, and a drafter's first answer, which includes prefill."""
-        if session.drafter is not None:
-            self._silent.answered(session.drafter)
-        session.exchange.answer()
+        session.exchange.has_answered = True
         delay_s = session.delay_of(answer, now) if session.drafts.has_drafted else None
         session.drafts.block_arrived(delay_s)
         if delay_s is not None:

@@ -133,18 +133,10 @@ class DraftExchange:
     has_answered: bool = False  # True if the drafter has answered since the latest verdict
     no_draft_len: int = -1  # text length of the latest NoDraft
 
-    def attach(self, length: int) -> None:
-        """Records the attachment of a drafter, which is sent all `length` tokens and the current request."""
-        self.send(length)
-
     def send(self, length: int) -> None:
         """Records that tokens up to `length` and the current request are sent."""
         self.sent_len = length
         self.is_paused = not self.request.tokens
-
-    def answer(self) -> None:
-        """Records an answer."""
-        self.has_answered = True
 
     def no_draft(self, length: int) -> None:
         """Records that the drafter has no block after `length` tokens."""
@@ -240,13 +232,16 @@ class TargetSequence:
 
     def attach(self, drafter: str) -> None:
         """Attaches a drafter that will receive the missing tokens and the current request."""
-        self.drafts = DraftValue()
+        if drafter != self.drafter:
+            self.drafts = DraftValue(is_attached=True)
+            self.watch.bad_run = 0
         self.drafter = drafter
-        self.exchange.attach(self.prefix.length)
+        self.exchange.send(self.prefix.length)
 
     def detach(self) -> None:
         """Detaches the drafter; the session continues without speculation."""
         self.drafter = None
+        self.drafts = DraftValue()
 
     def draft_request(self) -> DraftRequest:
         """Returns the draft request after the committed tokens."""
@@ -371,7 +366,8 @@ class TargetSequence:
     def learn(self, row: Row, outcome: Outcome, decision: Decision, now: float) -> None:
         """Updates the value of the session's drafts after a commit at time `now`."""
         exchange = self.exchange
-        is_missed = row.known == 1 and self.drafter is not None and not exchange.has_answered and not row.draft.tokens
+        is_asked = decision.requested > 0 and row.known == 1
+        is_missed = is_asked and self.drafter is not None and not (exchange.has_answered or row.drafted)
         exchange.has_answered = False
         self.committed_at.append((decision.base_len + len(decision.tokens), now))
         self.drafts.round_ended(len(outcome.path), is_missed, decision.has_next_block)

@@ -330,7 +330,7 @@ def test_a_reopened_session_stays_at_its_drafter_and_is_counted(caplog):
     harness.verdict(assignment, collapse=Collapse(0.8))
     assert assignment.session.drafter == drafter
     assert harness.assignments.recoveries == {(drafter, "resynced"): 1}
-    assert f"session s: drafter {drafter}: target accepts no tokens, usually of 80 % of the blocks" in caplog.text
+    assert f"session s: drafter {drafter}: the target rejects every block (usually accepts 80 %)" in caplog.text
 
 
 def test_reports_about_other_attempts_are_ignored():

@@ -24,3 +24,8 @@ LOAD = Load(STEP, sessions=1, gain=1.5, accepted=USUAL, delay=DRAFT)  # 10 token
 def a_value(chance: float, usual: float = USUAL[0]) -> DraftValue:
     """Returns the value of drafts whose first node is accepted with this probability, `usual` in other sessions."""
     return DraftValue(math.log(chance / (1 - chance) * (1 - usual) / usual))
+
+
+def drafting() -> DraftValue:
+    """Returns the value of an attached drafter that has answered."""
+    return DraftValue(has_drafted=True, is_attached=True)

@@ -8,7 +8,7 @@ import pytest
 from cluster.costs import ForwardCost
 from cluster.speculation.controller import Adaptive, DraftingDecision, ExpectedBlock, ReferenceLoop, SilentDrafters
 from cluster.speculation.estimators import DraftValue, Load, StepCost
-from tests.unit.cluster.speculation.samples import LOAD, a_delay, a_value
+from tests.unit.cluster.speculation.samples import LOAD, a_delay, a_value, drafting
 
 SLOW = replace(LOAD, delay=a_delay([(1, 0.20), (4, 0.30)] * 20), accepted=(0.5, 0.25), gain=1.0)
 USELESS = replace(LOAD, accepted=(0.001, 0.0))
@@ -141,7 +141,7 @@ def probes(policy: Adaptive, drafts: list[DraftValue], load: Load, seconds: floa
 @pytest.mark.parametrize("load", [USELESS, SLOW], ids=["useless", "slow"])
 def test_drafts_that_do_not_pay_are_probed_at_doubling_intervals_of_at_most_seconds(load):
     """Thus speculation returns within seconds, and probes cost little at any number of sessions."""
-    one, many = (probes(Adaptive(), [DraftValue() for _ in range(count)], load, 60.0) for count in (1, 20))
+    one, many = (probes(Adaptive(), [drafting() for _ in range(count)], load, 60.0) for count in (1, 20))
     for times in (one, many):
         gaps = [later - earlier for earlier, later in pairwise(times[2:])]
         assert gaps[0] < gaps[-1]
@@ -150,7 +150,7 @@ def test_drafts_that_do_not_pay_are_probed_at_doubling_intervals_of_at_most_seco
 
 
 def test_a_probe_requests_few_tokens():
-    decision = Adaptive().decide(DraftValue(has_drafted=True), 4, USELESS, NEVER)
+    decision = Adaptive().decide(drafting(), 4, USELESS, NEVER)
     assert 0 < decision.tokens < 4
     assert decision.hold_step
 
@@ -158,17 +158,18 @@ def test_a_probe_requests_few_tokens():
 def test_a_probe_waits_only_after_the_first_answer_of_its_drafter():
     """Until then, the drafter may be reading the prompt."""
     policy = Adaptive()
-    drafts = DraftValue()
+    drafts, other = DraftValue(is_attached=True), DraftValue(is_attached=True)
     for now in (100.0, 100.1):
+        assert not policy.decide(DraftValue(), 4, USELESS, now).tokens, "no drafter is attached"
         assert policy.decide(drafts, 4, USELESS, now) == DraftingDecision(2)
-        assert not policy.decide(DraftValue(), 4, USELESS, now).tokens, "one session at a time"
+        assert not policy.decide(other, 4, USELESS, now).tokens, "one session at a time"
     drafts.block_arrived(None)
     assert policy.decide(drafts, 4, USELESS, 100.2).hold_step
 
 
 def test_a_probe_goes_on_while_its_tokens_are_accepted():
     policy = Adaptive()
-    drafts = DraftValue(has_drafted=True)
+    drafts = drafting()
     for _ in range(20):
         assert policy.decide(drafts, 4, USELESS, 100.0).tokens
         drafts.round_ended(1, is_missed=False, has_hit=False)
