@@ -300,6 +300,9 @@ class DraftPool(Section):
         description="drafting method; see docs/drafts.md",
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft")
+    tokenizer: str | None = Field(
+        None, description="Hugging Face id or folder of a draft model's tokenizer; default: from draft.model"
+    )
     draft_model: DraftModelOptions = DraftModelOptions()
     ngram: NgramOptions = NgramOptions()
     layer_skip: LayerSkipOptions = LayerSkipOptions()

@@ -24,6 +24,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.drafter import Drafter, DraftingThread, MethodFigures, TargetAccess
+from actors.drafters.translation.pairing import drafts_are_translated
 from actors.engine.process import compute_in_background, freeze_heap, use_cpu
 from actors.learning.examples import ExampleStore, ExampleWriter
 from actors.learning.reload import DraftReload
@@ -468,7 +469,8 @@ class RouterDeployment(_ReplicaDeployment):
         config = with_own_part(config, os.environ)
         torch.set_num_threads(1)
         folder = local_folder(config.model.target, with_weights=False)
-        identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
+        tokens = vocabulary(folder)
+        identity = Identity(vocabulary_fingerprint(tokens), checkpoint_fingerprint(folder))
         pool = config.target
         prefixes = PrefixOptions(pool.cache_per_rank.page_size, MAX_PREFIX_ADVANTAGE * pool.max_sessions)
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes)
@@ -511,6 +513,7 @@ class RouterDeployment(_ReplicaDeployment):
             page_routes(watch) if config.server.page else [],
             http_tracing.tracer,
             AggregateMetrics([replicas_metrics(pool) for pool in pools]),
+            drafts_are_translated(config.draft, tokens),
         )
         self._api.add_middleware(RefuseWhenStopped, has_stopped=lambda: self._router.has_ended)
         self._api.add_middleware(ServeRequestIds)

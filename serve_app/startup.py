@@ -54,6 +54,7 @@ from cluster.config_sections import HEADS, TrustConfig
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import DraftingMethod, ExchangesWeights
 from cluster.drafting.session_table import DrafterLimits
+from cluster.drafting.translated_method import TranslatedMethod
 from cluster.errors import EngineError
 from cluster.learning import Example
 from cluster.page_allocator import SessionMemory
@@ -286,7 +287,9 @@ def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
     learned = learned_draft(config.draft, files.model_print)
     method = create_method(config.draft, setup)
     if learned is None:
-        number, figure = CONFIGURED, published_acceptance(config.draft)
+        number = CONFIGURED
+        is_translated = isinstance(method, TranslatedMethod)  # acceptance is published for the draft's own target
+        figure = None if is_translated else published_acceptance(config.draft)
     else:
         version = _use_current(learned, method)
         number, figure = version.number, version.first_token_acceptance

@@ -12,6 +12,7 @@ imported, so methods without a model do not need torch.
 * `model` drafts with a small language model over a paged cache. `loading.py` creates the model from a checkpoint, and
   `layer_skip.py` from some of the target's own layers.
 * `heads` contains draft heads that read the target's hidden states: EAGLE, MTP, DFlash, Medusa, MLPSpeculator.
+* `translation` translates drafts of a model with another tokenizer.
 * `pass_profile.py` measures the cost of drafting passes of any method on this machine.
 
 Start with `registry.py` and `lookup/ngram.py`, the smallest method.

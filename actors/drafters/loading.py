@@ -6,7 +6,7 @@ model during drafting. Both checkpoints are in memory until the new one takes ov
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -29,37 +29,54 @@ from actors.drafters.model.forwards import (
     tokens_per_forward,
 )
 from actors.drafters.model.recurrent_head import DraftHead, load_recurrent_head
-from actors.drafters.model.sampling import Calibration, DraftingLimits, check_finite
+from actors.drafters.model.sampling import OWN_NOISE, Calibration, DraftingLimits, NoiseSource, check_finite
 from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
+from actors.drafters.translation.noise import TranslatedNoise
+from actors.drafters.translation.pairing import draft_pairing, pairing_of
 from actors.engine.memory import page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
-from actors.models.checkpoint import check_draft, load_model, local_folder
+from actors.models.checkpoint import load_model, local_folder
 from actors.models.decoder import Decoder, decoder_for
 from actors.models.layer_subset import context_length
 from cluster.config import DraftPool
+from cluster.drafting.method import DraftingMethod
+from cluster.drafting.translated_method import TranslatedMethod
+from cluster.drafting.translation import TranslatedText
 from cluster.errors import ModelError
 
 HEAD_TOKENS = 8192  # vocabulary of a recurrent head: the most frequent tokens; it rarely predicts others
 PROBE_TOKENS = 4  # tokens fed to a new checkpoint as a test
 
 
-def create(draft: DraftPool, setup: DraftSetup) -> DraftModel:
-    """Creates the method. Raises ModelError if the model does not match the target's vocabulary or the device."""
-    assert draft.model is not None, "draft.method model requires draft.model"
-    folder = local_folder(draft.model)
-    check_draft(setup.target_tokens, folder)
-    return load_draft_model(folder, draft, setup, device_of(draft.resources))
+def create(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
+    """Creates the method; with another tokenizer than the target's, it translates through text.
+
+    Raises ModelError if the model matches neither the target nor the device.
+    """
+    pairing = draft_pairing(draft, setup.target_tokens)
+    if not pairing.is_translated:
+        return load_draft_model(pairing.draft, draft, setup, device_of(draft.resources))
+    translator = pairing.translator(local_folder(setup.target, with_weights=False))
+    own = replace(setup, target_tokens=pairing.draft_tokens(setup.target_tokens), processor_factories=())
+    texts: dict[str, TranslatedText] = {}
+    model = load_draft_model(pairing.draft, draft, own, device_of(draft.resources), noise=TranslatedNoise(texts))
+    return TranslatedMethod(model, lambda _: translator, texts)
 
 
 def load_draft_model(
-    folder: Path, draft: DraftPool, setup: DraftSetup, device: torch.device, calibration: Calibration | None = None
+    folder: Path,
+    draft: DraftPool,
+    setup: DraftSetup,
+    device: torch.device,
+    calibration: Calibration | None = None,
+    noise: NoiseSource = OWN_NOISE,
 ) -> DraftModel:
     """Loads a checkpoint as a drafting method. It never proposes token ids unknown to the target."""
     products = choose_products(draft.draft_model.quantization, setup.dtype, device)
     model = load_model(folder, products.dtype_name, device)
-    return draft_with(model, products.product, draft, setup, folder, calibration)
+    return draft_with(model, products.product, draft, setup, folder, calibration, noise)
 
 
 def draft_with(
@@ -69,6 +86,7 @@ def draft_with(
     setup: DraftSetup,
     beside: Path | None = None,
     calibration: Calibration | None = None,
+    noise: NoiseSource = OWN_NOISE,
 ) -> DraftModel:
     """Creates the method from a loaded model and the optional files in folder `beside`.
 
@@ -92,6 +110,7 @@ def draft_with(
         calibration=calibration,
         processor_factories=setup.processor_factories,
         load=_Successors(draft, setup, model, runner, pages) if beside else None,
+        noise=noise,
     )
 
 
@@ -103,7 +122,7 @@ class _Parts:
     token_ids: Tensor
     masks: MaskTokens
     head: DraftHead | None
-    max_positions: int | None
+    max_positions: int
 
 
 def _parts_of(model: PreTrainedModel, product: Product, setup: DraftSetup, beside: Path | None) -> _Parts:
@@ -118,7 +137,8 @@ def _parts_of(model: PreTrainedModel, product: Product, setup: DraftSetup, besid
     columns = None if frequent is None else HEAD_TOKENS
     head = load_recurrent_head(beside, model, decoder, width, product, columns) if beside else None
     masks = ONE_AT_A_TIME if head or not beside else read_mask_tokens(model.config, setup.draft_tokens)
-    return _Parts(decoder, token_ids, masks, head, context_length(model.config))
+    positions = min(context_length(model.config) or setup.max_context, setup.max_context)
+    return _Parts(decoder, token_ids, masks, head, positions)
 
 
 class _Successors:
@@ -137,7 +157,8 @@ class _Successors:
 
     def __call__(self, folder: Path) -> DraftWeights:
         """Loads, packs and tests a checkpoint. Raises ModelError if it is broken or has the wrong shape."""
-        check_draft(self._setup.target_tokens, folder)
+        if pairing_of(self._setup.target_tokens, folder).is_translated:
+            raise ModelError(f"{folder} has another vocabulary than the draft in use; train it from that draft")
         products = choose_products(self._draft.draft_model.quantization, self._setup.dtype, self._device)
         model = load_model(folder, products.dtype_name, self._device)
         if (shape := attention_shape(model, self._draft.cache.page_size)) != self._shape:

@@ -50,7 +50,8 @@ def profile_drafting(method: DraftingMethod, limits: DrafterLimits) -> DraftCost
 
 def _session(limits: DrafterLimits, index: int) -> Open:
     """Returns a greedy session whose prompt shares no page with other prompts."""
-    tokens = tuple((index * PROMPT_TOKENS + position) % limits.vocabulary for position in range(PROMPT_TOKENS))
+    first = limits.vocabulary // 2 + index * PROMPT_TOKENS  # vocabularies begin with control tokens
+    tokens = tuple((first + position) % limits.vocabulary for position in range(PROMPT_TOKENS))
     return Open.measured(f"profile {index}", tokens, limits.max_context, limits.max_context)
 
 

@@ -20,7 +20,6 @@ from actors.models.config_reader import (
     CONFIG,
     check_quantization,
     embedding_rows,
-    is_recurrent,
     one_line,
     quantization_method,
     read_json,
@@ -119,40 +118,9 @@ def vocabulary_fingerprint(tokens: Mapping[int, str]) -> str:
     return digest.hexdigest()
 
 
-def check_same_vocabulary(target: Mapping[int, str], draft: Mapping[int, str]) -> None:
-    """Raises ModelError if an id stands for different tokens in both vocabularies; an id may be missing in either.
-
-    A draft never proposes an id missing in the target, since such ids are masked.
-    """
-    different = [i for i in sorted(target.keys() & draft.keys()) if target[i] != draft[i]]
-    if different or not target.keys() & draft.keys():
-        shown = ", ".join(f"{i}: {target[i]!r} / {draft[i]!r}" for i in different[:3])
-        raise ModelError(
-            f"draft and target do not share a vocabulary: {len(different)} ids mean different tokens"
-            f" (id: target / draft; {shown}); use a draft model of the target's family"
-        )
-
-
-def check_draft(target: Mapping[int, str], draft_folder: Path) -> None:
-    """Raises ModelError if a draft checkpoint's vocabulary does not match the target's.
-
-    A draft without a tokenizer is assumed to use the target's. It needs an embedding for every token of the target,
-    since any of these may be fed.
-    """
-    if has_tokenizer(draft_folder):
-        check_same_vocabulary(target, vocabulary(draft_folder))
-    config = read_config(draft_folder)
-    if is_recurrent(config):
-        raise ModelError(
-            f"draft {draft_folder} is a {config.model_type}, whose recurrent layers cannot take back rejected drafts;"
-            " use a draft model with attention in all layers, or the ngram method"
-        )
-    rows = int(config.get_text_config().vocab_size)
-    if rows <= max(target):
-        raise ModelError(
-            f"draft {draft_folder} has {rows} vocabulary rows, but the target's ids go up to {max(target)};"
-            " use a draft model made for this target"
-        )
+def different_ids(one: Mapping[int, str], other: Mapping[int, str]) -> list[int]:
+    """Returns the ids that stand for different tokens in two vocabularies; an id may be missing in either."""
+    return [token for token in sorted(one.keys() & other.keys()) if one[token] != other[token]]
 
 
 stop_ids = end_ids  # public alias for scripts outside the project

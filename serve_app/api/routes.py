@@ -119,11 +119,13 @@ def create_api(
     further: Sequence[Route] = (),
     tracer: Tracer = NO_TRACER,
     exposition: Exposition | None = None,
+    drafts_are_translated: bool = False,
 ) -> FastAPI:
     """Builds the application from a token generator, the model's codec (`text`) and its `checkpoint` fingerprint.
 
     `health` reports the generator's state. `defaults` replace omitted request parameters. `further` adds routes.
-    `exposition` replaces `metrics` as the source of /metrics.
+    `exposition` replaces `metrics` as the source of /metrics. With `drafts_are_translated`, requests for rejection
+    sampling are refused.
     """
     api = FastAPI(title="Slipstream", version=version(), docs_url=None, redoc_url=None)
     server = config.server
@@ -143,6 +145,7 @@ def create_api(
         fingerprint(config, checkpoint),
         defaults,
         RequestSpans(tracer),
+        drafts_are_translated,
     )
     api.router.routes.extend(_body_routes(service, needs_key=bool(server.keys)))
     _add_model_routes(api, config)
@@ -297,6 +300,7 @@ class Service:
     fingerprint: str
     defaults: GenerationDefaults
     spans: RequestSpans
+    drafts_are_translated: bool = False
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))
@@ -389,7 +393,12 @@ class ApiEndpoint(Generic[RequestT]):
         """Returns a checked request and the grammar of its answer."""
         service = self._service
         request = service.defaults.applied(self._format.parse(body, service.bounds))
-        check_request(request, config=service.config, max_token_chars=service.text.max_token_chars)
+        check_request(
+            request,
+            config=service.config,
+            max_token_chars=service.text.max_token_chars,
+            drafts_are_translated=service.drafts_are_translated,
+        )
         self._format.check(request, service.text)
         return request, self._format.grammar(request, service.text)
 

@@ -137,17 +137,20 @@ TOO_LONG = "context_length_exceeded"
 _SEED_MASK = (1 << 64) - 1  # maps a negative seed to the unsigned seed with the same bits
 
 
-def check_request(request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int) -> None:
+def check_request(
+    request: GenerationRequest, *, config: SlipstreamConfig, max_token_chars: int, drafts_are_translated: bool = False
+) -> None:
     """Raises RequestError for faults that can be found before tokenizing.
 
-    `max_token_chars` is the length of the vocabulary's longest token.
+    `max_token_chars` is the length of the vocabulary's longest token. With `drafts_are_translated`, the draft has
+    another tokenizer than the target, which excludes rejection sampling.
     """
     check_model(request.model, config.served_names)
     _check_count(request, min(config.server.max_request_sessions, config.server.max_requests))
     _check_limits(request, config.model.max_context)
     _check_text(request, config.model.max_context, max_token_chars)
     check_rules(request)
-    _check_speculation(request, config.speculation.draft_tokens)
+    _check_speculation(request, config.speculation.draft_tokens, drafts_are_translated)
 
 
 def resolve(
@@ -261,8 +264,12 @@ def _stop_ids(request: GenerationRequest, eos_ids: tuple[int, ...]) -> tuple[int
     return tuple(dict.fromkeys((*(() if request.ignore_eos else eos_ids), *request.stop_token_ids)))
 
 
-def _check_speculation(request: GenerationRequest, limit: int) -> None:
+def _check_speculation(request: GenerationRequest, limit: int, drafts_are_translated: bool) -> None:
     options = request.speculation
+    if drafts_are_translated and options.acceptance == "rejection":
+        field = "speculation.acceptance"
+        message = f"{field} is rejection, but this server's draft has another tokenizer than the model; use coupled"
+        raise RequestError(message, field)
     if request.seed is not None and options.acceptance == "rejection":
         field = "speculation.acceptance"
         message = f"{field} is rejection, but a seed requires coupled: the answer must not depend on the draft"

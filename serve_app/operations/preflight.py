@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 
 from actors.drafters.heads.files import PICKLES
 from actors.drafters.registry import states_needed
+from actors.drafters.translation.pairing import Pairing, describe, draft_pairing
 from actors.models.checkpoint import (
-    check_draft,
     check_files,
     check_tensor_parallel,
     checkpoint_fingerprint,
@@ -106,10 +106,28 @@ def check_draft_model(config: SlipstreamConfig, target: Path, *, with_weights: b
             states_needed(draft, target)
         return
     folder = local_folder(draft.model, with_weights=with_weights)
-    check_draft(vocabulary(target), folder)
+    check_pairing(config, vocabulary(target))
     longest = check_draft_positions(folder, config.model.max_context)
     check_files(folder, has_weights(draft.model, with_weights))
     check_model(folder, max_context=longest)
+
+
+def check_pairing(config: SlipstreamConfig, target_tokens: Mapping[int, str]) -> Pairing:
+    """Returns how the draft model's tokens become tokens of the target. Raises ModelError for unsupported settings."""
+    pairing = draft_pairing(config.draft, target_tokens, with_weights=False)
+    if not pairing.is_translated:
+        return pairing
+    if config.speculation.acceptance == "rejection":
+        raise ModelError(
+            f"speculation.acceptance is rejection, but the draft {pairing.draft} has another tokenizer than the target,"
+            " so the target's tokens have no draft probabilities; set speculation.acceptance to coupled"
+        )
+    if config.draft.learning is not None:
+        raise ModelError(
+            f"draft.learning trains on the target's tokens, but the draft {pairing.draft} has another tokenizer; remove"
+            " draft.learning"
+        )
+    return pairing
 
 
 def check_draft_of_recurrent(config: SlipstreamConfig, target: Path) -> None:
@@ -171,6 +189,7 @@ def draft_lines(config: SlipstreamConfig, target: Path) -> list[str]:
         return [f"draft: {draft.method}, head in {folder}"]
     model = read_config(folder)
     lines = [f"draft: {draft.method}, {_described(model, folder)} by {engine_path(folder, model)}"]
+    lines.append(f"draft: {describe(check_pairing(config, vocabulary(target)), target)}")
     context = context_length(model)
     if context is not None and context < config.model.max_context:
         lines.append(f"draft: none for sessions of more than {context} tokens")

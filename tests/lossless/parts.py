@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import MaskTokens
+from actors.drafters.translation.noise import TranslatedNoise
 from actors.engine.executor import StepExecutor
 from actors.grammars import GrammarCompiler
 from actors.models.decoder import ForwardOutput
@@ -18,6 +20,8 @@ from cluster.costs import ForwardCost
 from cluster.drafting.hidden_state_receiver import StateBounds
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
+from cluster.drafting.translated_method import TranslatedMethod
+from cluster.drafting.translation import TranslatedText, Translator
 from cluster.page_allocator import PageCopy
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import CommittedTokens, Generation, Session
@@ -66,6 +70,7 @@ class Setting:
     grammars: GrammarCompiler | None = None  # over the vocabulary
     masks_drafts: bool = True  # whether the drafter applies the grammar
     rules: TokenRules = NO_RULES
+    translator: Translator | None = None  # of a draft with another vocabulary
     lock_step: bool = False  # reference loop: draft for all sessions, verify all, never draft ahead
 
     @property
@@ -179,19 +184,29 @@ def an_executor(setting: Setting) -> StepExecutor:
     return StepExecutor(runner, setting.vocabulary, grammars=setting.grammars)
 
 
-def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float]) -> DraftModel:
+def a_draft_model(setting: Setting, sessions: int, clock: Callable[[], float], **options: Any) -> DraftModel:
     masked = torch.cat([setting.draft_logits, setting.draft_logits.mean(dim=0, keepdim=True)])
+    columns = int(setting.draft_logits.shape[0])
     return toy_draft_model(
         ToyDraft(masked),
         8 * sessions,
         PAGE_SIZE,
-        setting.vocabulary,
+        columns,
         weight_scale=setting.weight_scale,
         grammars=setting.grammars if setting.masks_drafts else None,
         clock=clock,
-        masks=MaskTokens(setting.vocabulary, setting.width),
+        masks=MaskTokens(columns, setting.width),
         head=HalvedLogitsHead(setting.draft_logits, setting.recurrent) if setting.recurrent > 1 else None,
+        **options,
     )
+
+
+def a_translated_method(
+    setting: Setting, sessions: int, clock: Callable[[], float], translator: Translator
+) -> tuple[TranslatedMethod, DraftModel]:
+    texts: dict[str, TranslatedText] = {}
+    model = a_draft_model(setting, sessions, clock, noise=TranslatedNoise(texts))
+    return TranslatedMethod(model, lambda _: translator, texts), model
 
 
 @torch.inference_mode()

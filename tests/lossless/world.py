@@ -32,6 +32,7 @@ from tests.lossless.parts import (
     Setting,
     a_draft_model,
     a_draft_scheduler,
+    a_translated_method,
     a_verification_scheduler,
     an_executor,
     generations,
@@ -174,9 +175,13 @@ class World:
         return ToyTarget(a_verification_scheduler(self._setting, self._count), an_executor(self._setting))
 
     def _new_drafter(self) -> ToyDrafter:
+        scheduler = a_draft_scheduler(self._setting, self._count)
+        if self._setting.translator is not None:
+            translated = a_translated_method(self._setting, self._count, lambda: self._now, self._setting.translator)
+            return ToyDrafter(scheduler, *translated)
         model = a_draft_model(self._setting, self._count, clock=lambda: self._now)
         method = ReadingMethod(model, self._setting.enough_states) if self._setting.reads_states else model
-        return ToyDrafter(a_draft_scheduler(self._setting, self._count), method, model)
+        return ToyDrafter(scheduler, method, model)
 
     def _check_that_nothing_is_left(self) -> None:
         for target in self.targets.values():

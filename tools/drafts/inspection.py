@@ -24,7 +24,8 @@ from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
 from actors.drafters.heads.medusa import MedusaConfig, medusa_of
 from actors.drafters.heads.mlp_speculator import MlpSpeculatorConfig, mlp_speculator_of
 from actors.drafters.heads.rope import TargetShape, target_shape
-from actors.models.checkpoint import check_draft, vocabulary
+from actors.drafters.translation.pairing import describe, draft_pairing
+from actors.models.checkpoint import vocabulary
 from actors.models.config_reader import read_config
 from actors.models.layer_subset import check_layers
 from actors.models.weights import stored_tensors
@@ -134,13 +135,17 @@ def head_mismatches(files: HeadFiles, facts: DraftFacts, target: TargetFacts, dr
     return []
 
 
-def causal_mismatches(folder: Path, facts: DraftFacts, target: TargetFacts) -> list[Mismatch]:
-    """Finds mismatches of a causal language model, which must share the target's token ids."""
+def causal_mismatches(target: TargetFacts, draft: DraftPool) -> list[Mismatch]:
+    """Finds mismatches of a causal language model, whose drafts can be translated from another tokenizer."""
     try:
-        check_draft(vocabulary(target.folder), folder)
+        _described_pairing(target, draft)
     except (ModelError, OSError, ValueError) as error:
         return [Mismatch(str(error))]
     return []
+
+
+def _described_pairing(target: TargetFacts, draft: DraftPool) -> str:
+    return describe(draft_pairing(draft, vocabulary(target.folder), with_weights=False), target.folder)
 
 
 def _sizes(facts: DraftFacts, target: TargetFacts) -> Iterator[Mismatch]:
@@ -226,6 +231,8 @@ def inspect_draft(
     facts, mismatches = _inspect_layout(files, layout, target, options)
     facts = replace(facts, made_for=_target_name(files))
     notes = tuple(_notes(files, facts, target))
+    if target is not None and layout is CAUSAL and not mismatches:
+        notes += (_described_pairing(target, _draft_pool(folder, "draft_model", options)),)
     owner = None if target is None else target.folder
     snippet = "" if mismatches else _snippet(folder, facts, target, options)
     return DraftInspection(folder, facts, tuple(mismatches), notes, owner, snippet)
@@ -295,7 +302,7 @@ def _without_states(
         return DraftFacts(layout, stored_size(files.tensors)), [Mismatch(str(error))]
     if target is None or layout is LAYER_SKIP:
         return facts, []
-    return facts, causal_mismatches(files.folder, facts, target)
+    return facts, causal_mismatches(target, draft)
 
 
 def _target_name(files: HeadFiles) -> str:

@@ -21,7 +21,14 @@ from actors.attention.batch import never
 from actors.drafters.model.draft_cache import CachedDraft, DraftCache, FedStates
 from actors.drafters.model.forwards import ONE_AT_A_TIME, DraftForwards, MaskTokens, ReadDraft
 from actors.drafters.model.recurrent_head import DraftHead
-from actors.drafters.model.sampling import MAX_BRANCH_TOKENS, Calibration, DraftingLimits, DraftSampler
+from actors.drafters.model.sampling import (
+    MAX_BRANCH_TOKENS,
+    OWN_NOISE,
+    Calibration,
+    DraftingLimits,
+    DraftSampler,
+    NoiseSource,
+)
 from actors.engine.runner import InterruptibleRunner
 from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorFactory
 from cluster.drafting.draft_state import DraftedToken
@@ -174,6 +181,7 @@ class DraftModel:
             ProcessorFactory
         ] = (),  # additional factories of logits processors, with inputs other than the Open
         load: LoadWeights | None = None,
+        noise: NoiseSource = OWN_NOISE,
     ) -> None:
         self.needs = None if feed is None else feed.needs
         self._cache = cache
@@ -186,6 +194,7 @@ class DraftModel:
             limits,
             calibration or Calibration(),
             (*PROCESSOR_FACTORIES, *processor_factories),
+            noise,
         )
         self._lookahead_time = ForwardTime()
         self._texts: dict[str, SessionText] = {}
@@ -250,6 +259,14 @@ class DraftModel:
         self._texts[session].tokens.extend(tokens)
         self._sampler.committed(session, self._texts[session].tokens)
 
+    def rewrite(self, session: str, length: int, tokens: Sequence[int]) -> None:
+        """Replaces a session's tokens after the first `length`; the cache follows with the next block."""
+        text = self._texts[session]
+        if length < len(text.tokens):
+            del text.tokens[length:]
+            self._forget_predictions(session)
+        self.committed(session, tokens)
+
     def begin(self, session: str, first: int) -> None:
         """Sets the first position of an open session's states; 0 by default."""
         assert self._feed is not None, "a method that needs no states is sent none"
@@ -269,12 +286,15 @@ class DraftModel:
         for name in sessions:
             self._texts.pop(name, None)
             self._cache.close(name)
-            self._considered.pop(name, None)
-            self._sampler.close(name)
-            if self._head is not None:
-                self._head.close(name)
+            self._forget_predictions(name)
         if self._cache.is_idle:
             self._cache.check()
+
+    def _forget_predictions(self, session: str) -> None:
+        self._considered.pop(session, None)
+        self._sampler.close(session)
+        if self._head is not None:
+            self._head.close(session)
 
     @property
     def is_idle(self) -> bool:

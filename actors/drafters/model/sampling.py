@@ -212,6 +212,21 @@ class _Prediction(NamedTuple):
     is_consecutive_prediction: bool
 
 
+class NoiseSource:
+    """Addresses of the target's noise: by default, draft tokens are tokens of the target."""
+
+    def ids(self, draft: BlockDraft, tokens: Tensor) -> Tensor:
+        """Returns the target tokens whose noise these draft tokens share, (tokens,); -1 for none."""
+        return tokens
+
+    def position(self, draft: BlockDraft, position: int) -> int:
+        """Returns the target's position of the token at `position` of the draft's text."""
+        return position
+
+
+OWN_NOISE = NoiseSource()
+
+
 class DraftSampler:
     """Extends blocks by tokens. Column i of the logits scores `token_ids[i]`, below `vocabulary`.
 
@@ -226,8 +241,10 @@ class DraftSampler:
         limits: DraftingLimits,
         calibration: Calibration,
         processor_factories: tuple[ProcessorFactory, ...] = PROCESSOR_FACTORIES,
+        noise: NoiseSource = OWN_NOISE,
     ) -> None:
         self._processors = SessionProcessors(processor_factories)
+        self._noise = noise
         self._token_ids = token_ids  # (columns,)
         self._vocabulary = vocabulary
         self._limits = limits
@@ -304,8 +321,9 @@ class DraftSampler:
         noise = torch.zeros(ids.shape, dtype=torch.float64, device=ids.device)
         sampled = [row for row, request in enumerate(requests) if not request.sampling.greedy]
         if sampled:
-            keys = torch.tensor([_draw_key(predictions[row]) for row in sampled], device=ids.device)
-            noise[sampled] = gumbels(keys.unsqueeze(1), ids[sampled])
+            keys = torch.tensor([self._draw_key(predictions[row]) for row in sampled], device=ids.device)
+            drawn = torch.stack([self._noise.ids(predictions[row].draft, ids[row]) for row in sampled])
+            noise[sampled] = gumbels(keys.unsqueeze(1), drawn).masked_fill(drawn < 0, 0.0)
         return finite.cpu().numpy(), log_probs.double().cpu().numpy(), ids.cpu().numpy(), noise.cpu().numpy()
 
     def _offer_processed(self, prediction: _Prediction, chain: ProcessorChain) -> None:
@@ -333,6 +351,12 @@ class DraftSampler:
         if not self._has_warned:
             self._has_warned = True
             log.warning("the draft computed NaN or infinite logits, so blocks end before them; fetch its weights again")
+
+    def _draw_key(self, prediction: _Prediction) -> int:
+        """Returns the key of the target's noise at this position."""
+        request = prediction.draft.text.open
+        position = self._noise.position(prediction.draft, prediction.position)
+        return key(request.seed, request.choice, position, Purpose.DRAW)
 
     # ------------------------------------------------------------ own draws, for rejection sampling
 
@@ -396,12 +420,6 @@ class SessionProcessors:
 
     def close(self, session: str) -> None:
         self._all.pop(session, None)
-
-
-def _draw_key(prediction: _Prediction) -> int:
-    """Returns the key of the target's noise at this position."""
-    request = prediction.draft.text.open
-    return key(request.seed, request.choice, prediction.position, Purpose.DRAW)
 
 
 def _candidates(

@@ -1,0 +1,124 @@
+"""Tests drafts with another tokenizer: random pairs of toy tokenizers commit the text of the target alone."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.drafting.translation import TextTokens, Translator
+from protos.messages import Acceptance, Sampling
+from tests.lossless.parts import Setting, texts_in_lock_step
+from tests.lossless.world import World, calm, lossy_delays
+
+CHARACTERS = [character.encode() for character in "ab é日"]
+BYTES = sorted({bytes([byte]) for character in CHARACTERS for byte in character})
+CONTROLS = 2  # ids without text; the first one ends texts
+SESSIONS = 4
+SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=0.7), Sampling())
+
+
+def toy_tokens(pieces: Sequence[bytes]) -> TextTokens:
+    """Returns a tokenizer that always takes the longest piece."""
+    ids = {piece: token for token, piece in enumerate(pieces, CONTROLS)}
+    longest = max(map(len, pieces))
+
+    def encode(text: str) -> list[int]:
+        rest = text.encode()
+        found = []
+        while rest:
+            piece = next(rest[:size] for size in range(longest, 0, -1) if rest[:size] in ids)
+            found.append(ids[piece])
+            rest = rest[len(piece) :]
+        return found
+
+    return TextTokens([b""] * CONTROLS + list(pieces), encode)
+
+
+longer_pieces = st.lists(
+    st.lists(st.sampled_from(CHARACTERS), min_size=1, max_size=3).map(b"".join), max_size=8, unique=True
+)
+tokenizers = longer_pieces.map(lambda longer: toy_tokens(list(dict.fromkeys([*BYTES, *longer]))))
+
+
+def logits(tokens: TextTokens, seed: int) -> torch.Tensor:
+    size = len(tokens.pieces)
+    return 2 * torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def a_setting(target: TextTokens, draft: TextTokens, seed: int) -> Setting:
+    return Setting(
+        logits(target, seed),
+        logits(draft, seed + 1),
+        Acceptance.COUPLED,
+        lossy_delays,
+        draft_tokens=4,
+        new_tokens=12,
+        prompt=(1, 3, 2, 4),
+        translator=Translator(target, draft),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(tokenizers, tokenizers, st.integers(0, 1000), st.sampled_from(SAMPLINGS))
+def test_random_pairs_of_tokenizers_commit_the_targets_text(
+    target: TextTokens, draft: TextTokens, seed: int, sampling: Sampling
+) -> None:
+    setting = replace(a_setting(target, draft, seed), sampling=sampling)
+    alone = replace(setting, translator=None, draft_logits=setting.target_logits)
+    assert World(setting, SESSIONS, seed).run() == texts_in_lock_step(alone, SESSIONS, seed)
+
+
+@functools.cache
+def copycats() -> Setting:
+    """Returns a draft that spells the target's text with other tokens: each character is followed by the next one."""
+    pieces = [bytes([byte]) for byte in b"abcdefgh"]
+    target = toy_tokens([*pieces, b"ab", b"cd", b"efg"])
+    draft = toy_tokens([*pieces[::-1], b"bc", b"de", b"fgh"])
+
+    def following(tokens: TextTokens) -> torch.Tensor:
+        table = torch.full((len(tokens.pieces), len(tokens.pieces)), -4.0)
+        for token, piece in enumerate(tokens.pieces):
+            last = b"abcdefgh".index(piece[-1:]) if piece else 7
+            text = (b"abcdefgh" * 2)[last + 1 :][:6].decode()
+            table[token, tokens.encode(text)[0]] = 6.0
+        return table
+
+    return replace(
+        a_setting(target, draft, 0),
+        target_logits=following(target),
+        draft_logits=following(draft),
+        new_tokens=40,
+        schedule=calm,
+        sampling=SAMPLINGS[0],
+    )
+
+
+@pytest.mark.parametrize("lock_step", [False, True])
+def test_a_draft_of_the_same_text_is_accepted(lock_step: bool) -> None:
+    world = World(replace(copycats(), lock_step=lock_step), SESSIONS, 1)
+    world.run()
+    assert world.accepted > 0.7 * world.drafted > 0
+
+
+def test_shared_tokens_use_the_targets_noise() -> None:
+    """One flat distribution: only a draft that knows the target's noise predicts its draws."""
+    tokens = toy_tokens([bytes([byte]) for byte in b"abcdefgh"])
+    other = toy_tokens([bytes([byte]) for byte in b"hgfedcba"])
+    flat = torch.zeros(len(tokens.pieces), len(tokens.pieces))
+    flat[:, :CONTROLS] = -9.0
+    setting = replace(
+        a_setting(tokens, other, 0), target_logits=flat, draft_logits=flat, schedule=calm, new_tokens=40, lock_step=True
+    )
+    translated, own = [World(each, SESSIONS, 1) for each in (setting, replace(setting, translator=None))]
+    assert translated.run() == own.run()
+    assert translated.accepted > 0.9 * own.accepted > 0.4 * own.drafted
+
+
+def test_rejection_sampling_gets_no_translated_drafts() -> None:
+    world = World(replace(copycats(), acceptance=Acceptance.REJECTION, sampling=Sampling()), SESSIONS, 1)
+    world.run()
+    assert world.drafted == 0

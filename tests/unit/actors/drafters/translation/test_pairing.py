@@ -1,0 +1,89 @@
+"""Tests how a draft model's tokens become tokens of a target."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from actors.drafters.translation.pairing import Pairing, describe, draft_pairing, drafts_are_translated
+from actors.models.checkpoint import vocabulary
+from cluster.config import DraftPool
+from cluster.errors import ModelError
+from tests.toy_tokenizers import byte_level, sentence_piece
+
+
+def a_model(folder: Path, tokenizer: Any = None, rows: int | None = None) -> Path:
+    torch.manual_seed(0)
+    size = rows or max(tokenizer.get_vocab().values()) + 1
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=size, **sizes)).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def word_level(words: str) -> Any:
+    built = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words.split())}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=built)
+
+
+def pair(target: Path, draft: Path, **options: str) -> Pairing:
+    return draft_pairing(DraftPool(model=str(draft), **options), vocabulary(target))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return a_model(tmp_path_factory.mktemp("target"), sentence_piece(60))
+
+
+def test_one_tokenizer_needs_no_translation(target: Path, tmp_path: Path) -> None:
+    draft = a_model(tmp_path, sentence_piece(60))
+    assert not pair(target, draft).is_translated
+    assert describe(pair(target, draft), target) == "same vocabulary"
+
+
+@pytest.mark.parametrize("rows", [151_936, 152_064])
+def test_embeddings_may_be_padded(target: Path, tmp_path: Path, rows: int) -> None:
+    draft = a_model(tmp_path, sentence_piece(60), rows=rows)
+    assert not pair(target, draft).is_translated
+    assert f"and {rows} rows" in describe(pair(target, draft), target)
+
+
+def test_another_tokenizer_is_translated(target: Path, tmp_path: Path) -> None:
+    draft = a_model(tmp_path, byte_level(80))
+    assert pair(target, draft).is_translated
+    assert "translated through text" in describe(pair(target, draft), target)
+    assert drafts_are_translated(DraftPool(model=str(draft)), vocabulary(target))
+    assert not drafts_are_translated(DraftPool(method="ngram"), vocabulary(target))
+
+
+def test_a_draft_without_a_row_for_each_of_the_targets_tokens_is_translated(target: Path, tmp_path: Path) -> None:
+    """The draft reads the target's tokens, and a token beyond its embedding would end the drafter during a stream."""
+    draft = a_model(tmp_path, sentence_piece(60), rows=300)
+    tokens = vocabulary(target)
+    assert pair(target, draft).is_translated
+    assert max(pair(target, draft).draft_tokens(tokens)) < 300
+
+
+def test_a_draft_without_a_tokenizer_is_taken_for_the_targets(target: Path, tmp_path: Path) -> None:
+    assert not pair(target, a_model(tmp_path, rows=2000)).is_translated
+
+
+def test_a_tokenizer_elsewhere_can_be_named(target: Path, tmp_path: Path) -> None:
+    draft = a_model(tmp_path / "draft", rows=360)
+    byte_level(80).save_pretrained(tmp_path / "tokenizer")
+    assert pair(target, draft, tokenizer=str(tmp_path / "tokenizer")).is_translated
+
+
+def test_a_small_draft_without_a_tokenizer_is_refused(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"300 vocabulary rows.*set draft\.tokenizer"):
+        pair(target, a_model(tmp_path, rows=300))
+
+
+def test_a_tokenizer_without_text_is_refused(target: Path, tmp_path: Path) -> None:
+    draft = a_model(tmp_path, word_level("a b c"))
+    with pytest.raises(ModelError, match="cannot be translated"):
+        describe(pair(target, draft), target)
