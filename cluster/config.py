@@ -333,6 +333,8 @@ class DraftPool(Section):
             raise ValueError(f"method {self.method} uses no model; remove draft.model")
         if self.model_method in MODEL_METHODS and self.model is None:
             raise ValueError(f"method {self.method} needs a model; set draft.model to a Hugging Face id or a folder")
+        if self.tokenizer is not None and self.model_method != "draft_model":
+            raise ValueError(f"method {self.method} has no tokenizer of its own; remove draft.tokenizer")
         for section in sorted(set().union(*METHOD_SECTIONS.values()) - used_sections):
             if getattr(self, section) != type(getattr(self, section))():
                 raise ValueError(f"method {self.method} does not use the options in {section}; remove them")

@@ -24,7 +24,6 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.drafter import Drafter, DraftingThread, MethodFigures, TargetAccess
-from actors.drafters.translation.pairing import drafts_are_translated
 from actors.engine.process import compute_in_background, freeze_heap, use_cpu
 from actors.learning.examples import ExampleStore, ExampleWriter
 from actors.learning.reload import DraftReload
@@ -40,7 +39,7 @@ from cluster.config_sections import TracingConfig
 from cluster.drafting.method import ExchangesWeights
 from cluster.errors import EngineError
 from cluster.learning import Example
-from cluster.routing.ray_membership import ADDRESS, COSTS, ServeMembership, addresses, running_replicas
+from cluster.routing.ray_membership import ADDRESS, COSTS, TRANSLATES, ServeMembership, addresses, running_replicas
 from cluster.routing.session_router import PrefixOptions
 from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
 from cluster.telemetry import Actor, Timeline, pack
@@ -317,6 +316,7 @@ class DraftDeployment(_ReplicaDeployment):
         self._ending.push_async_callback(self._drafter.close)
         self._timeline = self._drafter.timeline
         self._method = config.draft.method
+        self._translates = "yes" if started.is_translated else ""
         self._report = DraftReport()  # latest report to the autoscaling policy
         self._mirror = RayMirror(self._families)
         self._server = await serve_drafter(self._drafter, listening_host(config.trust), trust=config.trust)
@@ -340,7 +340,8 @@ class DraftDeployment(_ReplicaDeployment):
         return reload
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return {ADDRESS: self._server.address, **location(), COSTS: self._costs.model_dump_json()}
+        own = {ADDRESS: self._server.address, COSTS: self._costs.model_dump_json(), TRANSLATES: self._translates}
+        return own | location()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the load for autoscaling, as for targets."""
@@ -469,8 +470,7 @@ class RouterDeployment(_ReplicaDeployment):
         config = with_own_part(config, os.environ)
         torch.set_num_threads(1)
         folder = local_folder(config.model.target, with_weights=False)
-        tokens = vocabulary(folder)
-        identity = Identity(vocabulary_fingerprint(tokens), checkpoint_fingerprint(folder))
+        identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
         pool = config.target
         prefixes = PrefixOptions(pool.cache_per_rank.page_size, MAX_PREFIX_ADVANTAGE * pool.max_sessions)
         limits = RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes)
@@ -513,7 +513,7 @@ class RouterDeployment(_ReplicaDeployment):
             page_routes(watch) if config.server.page else [],
             http_tracing.tracer,
             AggregateMetrics([replicas_metrics(pool) for pool in pools]),
-            drafts_are_translated(config.draft, tokens),
+            lambda: self._router.drafts_are_translated,
         )
         self._api.add_middleware(RefuseWhenStopped, has_stopped=lambda: self._router.has_ended)
         self._api.add_middleware(ServeRequestIds)

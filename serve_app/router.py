@@ -108,6 +108,7 @@ class Router:
         )
         self._targets: dict[str, Link] = {}  # connections by address
         self._drafters: dict[str, Link] = {}
+        self.drafts_are_translated = False  # some drafter's; excludes rejection sampling
         self._listed_addresses: frozenset[str] = frozenset()  # addresses listed by membership
 
     # ------------------------------------------------------------ one session
@@ -204,6 +205,7 @@ class Router:
         """Follows membership, places waiting sessions, and runs audits when idle, until cancelled."""
         while True:
             members = await self._membership.current()
+            self.drafts_are_translated = any(endpoint.translates for endpoint in members.drafters)
             self._listed_addresses = frozenset(endpoint.address for endpoint in (*members.targets, *members.drafters))
             await self._follow(members.targets, self._targets, PeerRole.TARGET, lambda one: one.session.target)
             await self._follow(

@@ -50,6 +50,7 @@ def shared_config(config: SlipstreamConfig) -> Json:
         given["draft"] = {name: value for name, value in given["draft"].items() if name not in DRAFTER_ONLY_METHODS}
         if config.draft.model is not None:
             given["draft"]["model"] = DRAFTERS_ONLY
+            given["draft"].pop("tokenizer", None)
     return {section: keys for section, keys in given.items() if keys}
 
 

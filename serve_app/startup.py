@@ -27,6 +27,7 @@ from actors.drafters.registry import (
     states_format,
     states_kind,
 )
+from actors.drafters.translation.pairing import draft_pairing
 from actors.engine.executor import Engine
 from actors.engine.process import device_of, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankReport, RankSpec
@@ -54,7 +55,6 @@ from cluster.config_sections import HEADS, TrustConfig
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import DraftingMethod, ExchangesWeights
 from cluster.drafting.session_table import DrafterLimits
-from cluster.drafting.translated_method import TranslatedMethod
 from cluster.errors import EngineError
 from cluster.learning import Example
 from cluster.page_allocator import SessionMemory
@@ -263,6 +263,7 @@ class StartedDrafter:
     learned: LearnedDraft | None = None
     version: int = CONFIGURED
     recorder: StateRecorder | None = None  # None: the draft does not learn from hidden states
+    is_translated: bool = False  # the draft has another tokenizer than the target
 
 
 def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
@@ -286,14 +287,17 @@ def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
     limits = DrafterLimits(max(files.tokens) + 1, config.model.max_context, max_sessions, states, bounds)
     learned = learned_draft(config.draft, files.model_print)
     method = create_method(config.draft, setup)
+    is_translated = (
+        config.draft.model_method == "draft_model" and draft_pairing(config.draft, files.tokens).is_translated
+    )
     if learned is None:
         number = CONFIGURED
-        is_translated = isinstance(method, TranslatedMethod)  # acceptance is published for the draft's own target
-        figure = None if is_translated else published_acceptance(config.draft)
+        figure = None if is_translated else published_acceptance(config.draft)  # published for the draft's own target
     else:
         version = _use_current(learned, method)
         number, figure = version.number, version.first_token_acceptance
-    return StartedDrafter(files, method, limits, profile_drafting(method, limits), figure, learned, number, recorder)
+    costs = profile_drafting(method, limits)
+    return StartedDrafter(files, method, limits, costs, figure, learned, number, recorder, is_translated)
 
 
 def state_recorder(draft: DraftPool, layout: StatesFormat) -> StateRecorder | None:

@@ -16,6 +16,7 @@ ADDRESS = "grpc_address"  # keys of the replica metadata
 NODE = "node"
 ZONE = "zone"
 COSTS = "costs"  # measured startup costs as JSON: `ForwardCost` (target) or `DraftCost` (drafter)
+TRANSLATES = "translates"  # of drafters: not empty if the draft has another tokenizer than the target
 
 
 class ServeMembership:
@@ -49,7 +50,8 @@ def _endpoints(handle: DeploymentHandle[Any]) -> tuple[Endpoint, ...]:
 
 def _endpoint(replica: str, metadata: Mapping[str, str]) -> Endpoint:
     """Builds an endpoint; replicas of older versions report neither node nor zone."""
-    return Endpoint(replica, metadata[ADDRESS], metadata.get(NODE, ""), metadata.get(ZONE, ""))
+    place = (metadata.get(NODE, ""), metadata.get(ZONE, ""))
+    return Endpoint(replica, metadata[ADDRESS], *place, translates=bool(metadata.get(TRANSLATES)))
 
 
 def _replicas(handle: DeploymentHandle[Any]) -> list[Any]:

@@ -119,13 +119,13 @@ def create_api(
     further: Sequence[Route] = (),
     tracer: Tracer = NO_TRACER,
     exposition: Exposition | None = None,
-    drafts_are_translated: bool = False,
+    drafts_are_translated: Callable[[], bool] = lambda: False,
 ) -> FastAPI:
     """Builds the application from a token generator, the model's codec (`text`) and its `checkpoint` fingerprint.
 
     `health` reports the generator's state. `defaults` replace omitted request parameters. `further` adds routes.
-    `exposition` replaces `metrics` as the source of /metrics. With `drafts_are_translated`, requests for rejection
-    sampling are refused.
+    `exposition` replaces `metrics` as the source of /metrics. While `drafts_are_translated`, requests for
+    rejection sampling are refused.
     """
     api = FastAPI(title="Slipstream", version=version(), docs_url=None, redoc_url=None)
     server = config.server
@@ -300,7 +300,7 @@ class Service:
     fingerprint: str
     defaults: GenerationDefaults
     spans: RequestSpans
-    drafts_are_translated: bool = False
+    drafts_are_translated: Callable[[], bool]
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))
@@ -397,7 +397,7 @@ class ApiEndpoint(Generic[RequestT]):
             request,
             config=service.config,
             max_token_chars=service.text.max_token_chars,
-            drafts_are_translated=service.drafts_are_translated,
+            drafts_are_translated=service.drafts_are_translated(),
         )
         self._format.check(request, service.text)
         return request, self._format.grammar(request, service.text)

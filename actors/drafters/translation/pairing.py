@@ -43,16 +43,6 @@ def draft_pairing(draft: DraftPool, target_tokens: Mapping[int, str], with_weigh
     return pairing_of(target_tokens, local_folder(draft.model, with_weights), tokenizer)
 
 
-def drafts_are_translated(draft: DraftPool, target_tokens: Mapping[int, str]) -> bool:
-    """Returns whether the configured method translates its drafts; False if this node has no files of the draft."""
-    if draft.model is None or draft.model_method != "draft_model":
-        return False
-    try:
-        return draft_pairing(draft, target_tokens, with_weights=False).is_translated
-    except ModelError:
-        return False  # a node with only routers; the drafter then drafts nothing for rejection sampling
-
-
 def pairing_of(target: Mapping[int, str], draft: Path, tokenizer: Path | None = None) -> Pairing:
     """Compares vocabularies; `tokenizer` is the draft's tokenizer if its folder contains none.
 

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from actors.drafters.translation.pairing import Pairing, describe, draft_pairing, drafts_are_translated
+from actors.drafters.translation.pairing import Pairing, describe, draft_pairing
 from actors.models.checkpoint import vocabulary
 from cluster.config import DraftPool
 from cluster.errors import ModelError
@@ -56,8 +56,6 @@ def test_another_tokenizer_is_translated(target: Path, tmp_path: Path) -> None:
     draft = a_model(tmp_path, byte_level(80))
     assert pair(target, draft).is_translated
     assert "translated through text" in describe(pair(target, draft), target)
-    assert drafts_are_translated(DraftPool(model=str(draft)), vocabulary(target))
-    assert not drafts_are_translated(DraftPool(method="ngram"), vocabulary(target))
 
 
 def test_a_draft_without_a_row_for_each_of_the_targets_tokens_is_translated(target: Path, tmp_path: Path) -> None:
