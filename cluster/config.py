@@ -300,9 +300,7 @@ class DraftPool(Section):
         description="drafting method; see docs/drafts.md",
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft")
-    tokenizer: str | None = Field(
-        None, description="Hugging Face id or folder of a draft model's tokenizer; default: from draft.model"
-    )
+    tokenizer: str | None = Field(None, description="source of a draft model's tokenizer; default: `draft.model`")
     draft_model: DraftModelOptions = DraftModelOptions()
     ngram: NgramOptions = NgramOptions()
     layer_skip: LayerSkipOptions = LayerSkipOptions()

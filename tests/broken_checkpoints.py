@@ -231,9 +231,9 @@ DESCRIPTIONS = {
     ),
     "several text models": Form(_musicgen, "no valid musicgen configuration", "correct it"),
     "other vocabulary": Form(
-        _other_vocabulary, "do not share a vocabulary", "use a draft model of the target's family", is_draft=True
+        _other_vocabulary, "cannot be translated", "use a draft with the target's tokenizer", is_draft=True
     ),
-    "few rows": Form(_few_rows, "100 vocabulary rows", "use a draft model made for this target", is_draft=True),
+    "few rows": Form(_few_rows, "100 vocabulary rows", "set draft.tokenizer", is_draft=True),
     "learned positions": Form(
         _learned_positions, "64 learned positions", "use a draft model with as many positions", is_draft=True
     ),

@@ -31,6 +31,8 @@ from cluster.config_sections import HEADS
 from cluster.errors import ModelError
 from serve_app.api.chat_template import templates_of
 
+PAIR = "pair: "  # begins the line that describes how the draft's tokens become the target's
+
 
 def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bool = True) -> list[str]:
     """Checks target and draft, and returns their descriptions.
@@ -189,7 +191,7 @@ def draft_lines(config: SlipstreamConfig, target: Path) -> list[str]:
         return [f"draft: {draft.method}, head in {folder}"]
     model = read_config(folder)
     lines = [f"draft: {draft.method}, {_described(model, folder)} by {engine_path(folder, model)}"]
-    lines.append(f"draft: {describe(check_pairing(config, vocabulary(target)), target)}")
+    lines.append(f"{PAIR}{describe(check_pairing(config, vocabulary(target)), target)}")
     context = context_length(model)
     if context is not None and context < config.model.max_context:
         lines.append(f"draft: none for sessions of more than {context} tokens")

@@ -42,6 +42,7 @@ class NodeFacts:
     server_fault: str | None  # error when starting the trial server
     ray_drain_s: float  # Ray's drain time of the node, in seconds
     ray_auth: str  # RAY_AUTH_MODE, the authentication of Ray's own ports
+    pairing: str = ""  # how the draft's tokens become the target's; empty if not checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,8 @@ def _models(found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
 
 def _models_seen(config: SlipstreamConfig, found: Sequence[NodeFacts]) -> str:
     holders = [facts for facts in found if models_needed(config, facts.node) is not ModelsNeeded.NONE]
-    return f"read on {_count(holders)}"
+    pairings = dict.fromkeys(facts.pairing for facts in holders if facts.pairing)
+    return "; ".join([f"read on {_count(holders)}", *pairings])
 
 
 def models_needed(config: SlipstreamConfig, node: Node) -> ModelsNeeded:

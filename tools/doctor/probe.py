@@ -57,7 +57,7 @@ class NodeProbe:
             server = await self._serve()
         except (SlipstreamError, RuntimeError, OSError) as error:
             server_fault = str(error)
-        model_fault = await asyncio.to_thread(self._model_fault, models)
+        model_fault, pairing = await asyncio.to_thread(self._models, models)
         return NodeFacts(
             self._node,
             versions(),
@@ -69,6 +69,7 @@ class NodeProbe:
             server_fault,
             ray_drain_s(os.environ),
             ray_auth(os.environ),
+            pairing,
         )
 
     async def clock(self) -> float:
@@ -129,16 +130,17 @@ class NodeProbe:
             return str(error)
         return None
 
-    def _model_fault(self, models: ModelsNeeded) -> str | None:
+    def _models(self, models: ModelsNeeded) -> tuple[str | None, str]:
+        """Checks the models; returns the error, if any, and how the draft's tokens become the target's."""
         if models is ModelsNeeded.NONE:
-            return None
-        from serve_app.operations.preflight import check_models
+            return None, ""
+        from serve_app.operations.preflight import PAIR, check_models
 
         try:
-            check_models(self._config, with_weights=False, with_draft=models is ModelsNeeded.BOTH)
+            lines = check_models(self._config, with_weights=False, with_draft=models is ModelsNeeded.BOTH)
         except (SlipstreamError, OSError, ValueError) as error:  # transformers raises OSError and ValueError
-            return str(error)
-        return None
+            return str(error), ""
+        return None, next((line for line in lines if line.startswith(PAIR)), "")
 
 
 def versions() -> dict[str, str]:

@@ -86,5 +86,5 @@ def describe(pairing: Pairing, target: Path) -> str:
     share = sum(token >= 0 for token in shared) / len(shared)
     return (
         f"drafts are translated through text: {share:.0%} of the draft's tokens are tokens of the target; costs"
-        " about 0.1 ms per block, excludes rejection sampling, and ignores grammars and token biases while drafting"
+        " under 0.1 ms per block, excludes rejection sampling, and ignores grammars and token biases while drafting"
     )

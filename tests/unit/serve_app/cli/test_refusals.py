@@ -57,6 +57,7 @@ def test_a_servable_model_is_described(
         f"target: LlamaForCausalLM in {good}, context 256 by the lean decoder, 259 tokens in 259 rows",
         "text ends with token 256 (generation_config.json)",
         f"draft: draft_model, LlamaForCausalLM in {good}, context 256 by the lean decoder",
+        "pair: same vocabulary",
         f"{config} is valid",
     ]
 

@@ -60,6 +60,12 @@ def test_a_complete_cluster_has_no_fault() -> None:
     assert faults(cluster(calls=calls)) == {}
 
 
+def test_the_kind_of_pair_is_reported_once() -> None:
+    nodes = [found(name, pairing="pair: same vocabulary") for name in "12"]
+    (line,) = [check.seen for check in run_checks(config(), cluster(*nodes)) if check.name == "models"]
+    assert line == "read on 2 nodes; pair: same vocabulary"
+
+
 @pytest.mark.parametrize("what", sorted(VERSIONS))
 def test_different_versions_are_named_with_their_nodes(what: str) -> None:
     (line,) = faults(cluster(found("1"), found("2", versions=VERSIONS | {what: "other"})))["versions"]

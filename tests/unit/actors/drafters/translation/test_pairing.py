@@ -8,11 +8,14 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from actors.drafters.registry import create_method
 from actors.drafters.translation.pairing import Pairing, describe, draft_pairing
 from actors.models.checkpoint import vocabulary
-from cluster.config import DraftPool
+from cluster.config import DraftPool, ModelConfig, Resources
 from cluster.errors import ModelError
+from protos.messages import DraftRequest, Open
 from tests.toy_tokenizers import byte_level, sentence_piece
+from tools.drafts.evaluation import MeasuredTarget
 
 
 def a_model(folder: Path, tokenizer: Any = None, rows: int | None = None) -> Path:
@@ -50,6 +53,25 @@ def test_embeddings_may_be_padded(target: Path, tmp_path: Path, rows: int) -> No
     draft = a_model(tmp_path, sentence_piece(60), rows=rows)
     assert not pair(target, draft).is_translated
     assert f"and {rows} rows" in describe(pair(target, draft), target)
+
+
+@torch.inference_mode()
+def test_a_padded_draft_proposes_only_tokens(tmp_path: Path) -> None:
+    """Sizes of Qwen2.5 0.5B and 72B, which share a tokenizer."""
+    tokenizer = sentence_piece(60)
+    target = a_model(tmp_path / "target", tokenizer, rows=152_064)
+    draft = DraftPool(model=str(a_model(tmp_path / "draft", tokenizer, rows=151_936)))
+    measured = MeasuredTarget(ModelConfig(target=str(target), dtype="float32"), Resources(), context=64)
+    method = create_method(draft, measured.setup(draft, 4))
+    prompt = tuple(tokenizer("the quick brown fox")["input_ids"])
+    method.open(Open.measured("s", prompt, 64, 4))
+    (proposal,) = method.draft([DraftRequest("s", 1, len(prompt), 0, 4)])
+    assert len(proposal.tokens) == 4
+    assert max(proposal.tokens) < len(tokenizer)
+    method.close(["s"])
+    generation = measured.generation(0, prompt, 16, 0.0, 4)
+    drafted = [token for emit in measured.run(generation, method, trees=True) for token in emit.tokens]
+    assert drafted == list(measured.decode(generation).tokens[len(prompt) :])
 
 
 def test_another_tokenizer_is_translated(target: Path, tmp_path: Path) -> None:
