@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from cluster.drafting.translation import TextTokens, Translator
 from protos.messages import Acceptance, Sampling
 from tests.lossless.parts import Setting, texts_in_lock_step
+from tests.lossless.test_grammars import LETTERS, LISTS, compiler
+from tests.lossless.test_grammars import SETTING as GRAMMATICAL
 from tests.lossless.world import World, calm, lossy_delays
 
 CHARACTERS = [character.encode() for character in "ab é日"]
@@ -21,9 +23,9 @@ SESSIONS = 4
 SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=0.7), Sampling())
 
 
-def toy_tokens(pieces: Sequence[bytes]) -> TextTokens:
+def toy_tokens(pieces: Sequence[bytes], controls: int = CONTROLS) -> TextTokens:
     """Returns a tokenizer that always takes the longest piece."""
-    ids = {piece: token for token, piece in enumerate(pieces, CONTROLS)}
+    ids = {piece: token for token, piece in enumerate(pieces, controls)}
     longest = max(map(len, pieces))
 
     def encode(text: str) -> list[int]:
@@ -35,7 +37,7 @@ def toy_tokens(pieces: Sequence[bytes]) -> TextTokens:
             rest = rest[len(piece) :]
         return found
 
-    return TextTokens([b""] * CONTROLS + list(pieces), encode)
+    return TextTokens([b""] * controls + list(pieces), encode)
 
 
 longer_pieces = st.lists(
@@ -117,6 +119,23 @@ def test_shared_tokens_use_the_targets_noise() -> None:
     translated, own = [World(each, SESSIONS, 1) for each in (setting, replace(setting, translator=None))]
     assert translated.run() == own.run()
     assert translated.accepted > 0.9 * own.accepted > 0.4 * own.drafted
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_grammars_hold_for_drafts_that_ignore_them(sampling: Sampling) -> None:
+    pieces = [letter.encode() for letter in LETTERS[1:]]
+    target, draft = toy_tokens(pieces, 1), toy_tokens(pieces[:7] + pieces[20:6:-1], 1)
+    setting = replace(
+        GRAMMATICAL,
+        draft_logits=logits(draft, 3),
+        translator=Translator(target, draft),
+        schedule=lossy_delays,
+        sampling=sampling,
+        grammar=LISTS,
+        grammars=compiler(LETTERS),
+    )
+    alone = replace(setting, translator=None, draft_logits=setting.target_logits)
+    assert World(setting, SESSIONS, 2).run() == texts_in_lock_step(alone, SESSIONS, 2)
 
 
 def test_rejection_sampling_gets_no_translated_drafts() -> None:

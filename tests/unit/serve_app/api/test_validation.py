@@ -106,6 +106,13 @@ def test_a_seed_is_shared_by_all_choices() -> None:
     assert [(g.seed, g.choice) for g in resolved(completion(seed=5, n=3))] == [(5, 0), (5, 1), (5, 2)]
 
 
+def test_rejection_sampling_is_refused_for_translated_drafts() -> None:
+    asked = completion(speculation={"acceptance": "rejection"})
+    check_request(asked, config=config(), max_token_chars=MAX_TOKEN_CHARS)
+    with pytest.raises(RequestError, match="another tokenizer"):
+        check_request(asked, config=config(), max_token_chars=MAX_TOKEN_CHARS, drafts_are_translated=True)
+
+
 @pytest.mark.parametrize(
     ("asked", "configured", "acceptance"),
     [
