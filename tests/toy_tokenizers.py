@@ -1,8 +1,9 @@
 """Small tokenizers with different vocabularies, trained in a few milliseconds."""
 
+import json
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 CONTROLS = ("<bos>", "<eos>", "<mark>")
@@ -13,21 +14,21 @@ CORPUS = (
 )
 
 
-def byte_level(merges: int = 60, *, by_words: bool = True, corpus: tuple[str, ...] = CORPUS) -> Any:
+def byte_level(merges: int = 60, *, by_words: bool = True, controls: tuple[str, ...] = CONTROLS) -> Any:
     """Returns a byte-level BPE tokenizer, as of GPT-2; `by_words`: no token crosses the start of a word."""
     built = Tokenizer(models.BPE())
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
     built.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    built.train_from_iterator(corpus, _trainer(len(alphabet) + merges, initial_alphabet=sorted(alphabet)))
-    return _with_controls(built)
+    built.train_from_iterator(CORPUS, _trainer(len(alphabet) + merges, initial_alphabet=sorted(alphabet)))
+    return _with_controls(built, controls)
 
 
-def sentence_piece(merges: int = 60, *, prepends: bool = False, corpus: tuple[str, ...] = CORPUS) -> Any:
+def sentence_piece(merges: int = 60, *, prepends: bool = False, begins: bool = False) -> Any:
     """Returns a BPE tokenizer over characters with byte tokens for rare ones, as of Gemma, or of Llama 2 if it
-    `prepends` a space.
+    `prepends` a space. `begins`: <bos> begins all texts.
     """
-    marked = [text.replace(" ", "▁") for text in corpus]
+    marked = [text.replace(" ", "▁") for text in CORPUS]
     trained = Tokenizer(models.BPE())
     trained.train_from_iterator(marked, _trainer(80 + merges, limit_alphabet=60))
     tokens = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -38,7 +39,11 @@ def sentence_piece(merges: int = 60, *, prepends: bool = False, corpus: tuple[st
     built.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prepends else replace
     strip = [decoders.Strip(content=" ", left=1)] if prepends else []
     built.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    return _with_controls(built)
+    tokenizer = _with_controls(built)
+    if begins:
+        bos = ("<bos>", tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[bos])
+    return tokenizer
 
 
 def _trainer(size: int, **options: Any) -> Any:
@@ -46,11 +51,9 @@ def _trainer(size: int, **options: Any) -> Any:
 
 
 def _pairs(trained: Tokenizer) -> list[tuple[str, str]]:
-    import json
-
     return [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
 
 
-def _with_controls(built: Tokenizer) -> Any:
-    built.add_special_tokens([AddedToken(name, special=True) for name in CONTROLS])
+def _with_controls(built: Tokenizer, controls: tuple[str, ...] = CONTROLS) -> Any:
+    built.add_special_tokens([AddedToken(name, special=True) for name in controls])
     return PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<bos>", eos_token="<eos>")

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 from protos.prefix import Prefix
@@ -28,6 +29,7 @@ class TextTokens:
     pieces: Sequence[bytes]  # bytes by token id
     encode: Callable[[str], Sequence[int]]  # never returns control tokens
     start: tuple[int, ...] = ()  # control tokens before every text
+    controls: Mapping[str, int] = field(default_factory=dict)  # control tokens by name
 
     def piece(self, token: int) -> bytes:
         return self.pieces[token] if token < len(self.pieces) else b""
@@ -39,9 +41,14 @@ class Translator:
 
     target: TextTokens
     draft: TextTokens
-    controls: Mapping[int, int] = field(default_factory=dict)  # draft's equivalents of the target's control tokens
     encoded: int = 0  # ids produced by the tokenizers so far, a measure of the cost
     _widths: dict[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def controls(self) -> Mapping[int, int]:
+        """The draft's control tokens by the target's of the same name, except those before every text."""
+        named = {token: self.draft.controls.get(name) for name, token in self.target.controls.items()}
+        return {token: own for token, own in named.items() if own is not None and own not in self.draft.start}
 
     def draft_ids(self, text: str) -> Sequence[int]:
         """Tokenizes text with the draft's tokenizer."""

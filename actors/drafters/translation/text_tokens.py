@@ -29,12 +29,15 @@ def load_text_tokens(folder: Path) -> TextTokens:
 def text_tokens(tokenizer: Any) -> TextTokens:
     """Converts a Hugging Face tokenizer."""
     vocabulary = grammar_vocabulary(tokenizer, [0])
-    controls = set(tokenizer.all_special_ids)
+    special = set(tokenizer.all_special_ids)
+    names: dict[str, int] = tokenizer.get_vocab()
+    controls = {name: token for name, token in names.items() if token in special or vocabulary.is_special_token(token)}
+    silent = set(controls.values())
     pieces = [
-        b"" if token in controls or vocabulary.is_special_token(token) else vocabulary.decode_bytes([token])
+        b"" if token in silent or vocabulary.is_special_token(token) else vocabulary.decode_bytes([token])
         for token in range(vocabulary.vocab_size)
     ]
-    return TextTokens(pieces, _encoder(tokenizer, pieces), _start(tokenizer))
+    return TextTokens(pieces, _encoder(tokenizer, pieces), _start(tokenizer), controls)
 
 
 def _encoder(tokenizer: Any, pieces: Sequence[bytes]) -> Callable[[str], Sequence[int]]:

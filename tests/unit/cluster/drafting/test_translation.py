@@ -25,13 +25,13 @@ KINDS = ("words", "bytes", "few", "gemma", "llama")
 def tokenizer(kind: str) -> Any:
     match kind:
         case "words":
-            return byte_level(120)
+            return byte_level(120, controls=("<bos>", "<only>", "<eos>", "<mark>"))
         case "bytes":
             return byte_level(0)
         case "few":
             return byte_level(30, by_words=False)
         case "gemma":
-            return sentence_piece(100)
+            return sentence_piece(100, begins=True)
         case _:
             return sentence_piece(40, prepends=True)
 
@@ -89,10 +89,9 @@ def test_any_tokens_are_read(pair: tuple[str, str], tokens: list[int]) -> None:
     for token in tokens:
         grown.extend([token])
     assert whole.target_len == grown.target_len == len(tokens)
-    for text in (whole, grown):
-        drafted = bytes_of(draft, text.prefix.tokens).decode()
-        assert drafted == bytes_of(target, tokens).decode(errors="ignore") or target != draft
-        assert len(text.required) < 4
+    assert whole.required == grown.required
+    spelled = [bytes_of(draft, text.prefix.tokens).decode() for text in (whole, grown)]
+    assert spelled[0] == spelled[1]
 
 
 @settings(deadline=None)
@@ -124,16 +123,24 @@ def test_a_pair_with_one_tokenizer_drafts_its_own_tokens(kind: str, text: str) -
         assert [token for token, _ in translated.translated(tokens[count:])] == tokens[count:]
 
 
-def test_control_tokens_never_reach_the_draft_or_the_target() -> None:
-    control = tokenizer("words").convert_tokens_to_ids("<mark>")
-    tokens = [control, *tokens_of("words").encode("the dog"), control, *tokens_of("words").encode(" sleeps <mark>")]
+def test_control_tokens_are_those_of_the_same_name() -> None:
+    """A name in a text is text; <bos> begins all of the draft's texts already."""
+    bos, mark, only = [tokenizer("words").convert_tokens_to_ids(name) for name in ("<bos>", "<mark>", "<only>")]
+    encode = tokens_of("words").encode
+    tokens = [bos, mark, *encode("the dog"), only, mark, *encode(" sleeps <mark>")]
     translated = a_text("words", "gemma", tokens)
+    marks = [tokenizer("gemma").convert_tokens_to_ids("<mark>")] * 2
+    start = list(tokens_of("gemma").start)
+    assert len(start) == 1
+    assert [token for token in translated.prefix.tokens if not tokens_of("gemma").piece(token)] == start + marks
     assert bytes_of("gemma", translated.prefix.tokens) == b"the dog sleeps <mark>"
-    assert set(translated.prefix.tokens).isdisjoint(tokenizer("gemma").all_special_ids)
+
+
+def test_control_tokens_end_drafts() -> None:
     mark = tokenizer("gemma").convert_tokens_to_ids("<mark>")
     drafted = [*tokens_of("gemma").encode(" on"), mark, *tokens_of("gemma").encode(" the")]
-    found = [token for token, _ in translated.translated(drafted)]
-    assert bytes_of("words", found) == b" on"
+    found = a_text("words", "gemma", tokens_of("words").encode("sleeps")).translated(drafted)
+    assert bytes_of("words", [token for token, _ in found]) == b" on"
 
 
 def test_an_incomplete_character_waits_for_its_other_bytes() -> None:
