@@ -43,7 +43,7 @@ from protos.prefix import Prefix
 
 WINDOW_BLOCKS = 8  # blocks per session and window; enough to distinguish LATE_SHARE from IN_TIME_SHARE
 MIN_WINDOW_BLOCKS = 64  # minimum blocks per window, over all sessions
-LATE_SHARE = 0.9  # share of late blocks above which the drafter gives up sessions; usually 0.5 if targets do not wait
+LATE_SHARE = 0.9  # share of late blocks above which sessions are given up; 0.5 is normal when targets do not wait
 IN_TIME_SHARE = 0.25  # share of late blocks below which the limit grows; 0.18 is usual on shared cores
 SHED_SHARE = 0.25  # share of sessions to give up
 

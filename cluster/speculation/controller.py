@@ -235,9 +235,7 @@ MAX_WAIT_STEPS = 128
 class SilentDrafters:
     """Tracks drafters that steps no longer wait for after several missed steps, except at growing intervals.
 
-    Silence is a property of the drafter, so new sessions do not wait for it either. Measured on four sessions of 160
-    tokens at a drafter that hangs, throughput relative to non-speculative decoding: 0.99; with one count per session,
-    0.88.
+    Silence is a property of the drafter, so new sessions do not wait for it either.
     """
 
     def __init__(self) -> None:

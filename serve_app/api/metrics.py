@@ -122,12 +122,12 @@ class Metrics:
         handovers: Counts = dict,
         model: str = "",
     ) -> None:
-        """`recoveries` counts recovery steps by drafter and step, and `handovers` moved sessions by pool and cause."""
+        """`recoveries` counts recoveries by drafter and kind, and `handovers` moved sessions by pool and cause."""
         self.registry = registry = CollectorRegistry()
         self._vllm_names = VllmNames(registry, model)
         self._versions = PromptVersions()
         registry.register(self._versions)
-        text = "Recovery steps for drafters with poor blocks"
+        text = "Sessions that drafters reopened, and times that a drafter was given up"
         registry.register(CountsCollector("slipstream_drafter_remedies", text, ("drafter", "remedy"), recoveries))
         text = "Sessions moved to another replica, by the pool they left and the cause (planned or lost)"
         registry.register(CountsCollector("slipstream_handovers", text, ("pool", "cause"), handovers))
