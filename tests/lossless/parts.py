@@ -128,8 +128,9 @@ def generations(setting: Setting, sessions: int, rng: random.Random) -> Iterator
 class RandomPacing:
     """Policy that replaces half of the adaptive decisions by random ones: no decision may change a text."""
 
-    def __init__(self, sessions: int) -> None:
+    def __init__(self, sessions: int, least_chance: float) -> None:
         self._adaptive = Adaptive()
+        self._least_chance = least_chance
         self._rng = random.Random(sessions)
 
     def decide(self, drafts: DraftValue, limit: int, load: Load, now: float) -> DraftingDecision:
@@ -138,6 +139,7 @@ class RandomPacing:
             return decision
         return DraftingDecision(
             self._rng.randint(0, limit),
+            least_chance=self._least_chance,
             hold_step=self._rng.random() < 0.7,
             skip_for_s=self._rng.uniform(0.0, 2 * STEP_S),
         )
@@ -149,7 +151,7 @@ class RandomPacing:
 def pacing_of(setting: Setting, sessions: int) -> PacingPolicy:
     if setting.lock_step:
         return ReferenceLoop()
-    return RandomPacing(sessions) if setting.step_cost is None else Adaptive()
+    return RandomPacing(sessions, 0.0 if setting.step_cost is None else 0.1)
 
 
 def a_verification_scheduler(setting: Setting, sessions: int) -> VerificationScheduler:
