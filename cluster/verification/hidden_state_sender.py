@@ -263,7 +263,7 @@ class HiddenStateSender:
 
     def _end_of_readable(self, session: TargetSequence, feed: StateFeed) -> int:
         if self.fresh is not None:
-            return self.fresh.end(session.open.session, feed.sent)
+            return min(self.fresh.end(session.open.session, feed.sent), session.cache.length)  # less after a rollback
         end = self._pages.held(session.open.session, session.cache.length)
         return end if session.cache.displaced_from is None else min(end, session.cache.displaced_from)
 

@@ -107,6 +107,22 @@ def test_only_missing_states_are_recomputed():
     assert harness.recomputed == 2
 
 
+def test_no_states_beyond_a_rollback_are_offered_to_a_drafter_that_attaches_again():
+    """Otherwise the target would read them forever, because it cannot send them."""
+    harness = RecomputeHarness()
+    harness.open(tokens=(1, 2, 3), max_len=60)
+    for _ in range(4):
+        harness.step()
+    tokens = (1, 2, 3, *text((1, 2, 3), 4))
+    harness.attach_from(tokens, 0)
+    harness.feeds.before_step()
+    harness.attach_from(tokens, len(tokens) - 2)
+    assert harness.feeds.next_read() is None
+    (states,) = harness.states_of_steps(1)
+    assert (states.first, states.end) == (len(tokens) - 2, len(tokens))
+    check(states, tokens)
+
+
 def test_states_of_the_latest_step_are_not_recomputed():
     harness = RecomputeHarness()
     harness.open(tokens=(1, 2, 3), max_len=60)
