@@ -37,7 +37,7 @@ WINDOW_S = 1.0  # averaging window for the time to recover
 
 @dataclass(frozen=True)
 class Machine:
-    """Durations on one kind of hardware, and the slowdown of steps while a drafter computes."""
+    """Computation times on one kind of hardware, and the slowdown of target steps while a drafter computes."""
 
     costs: CostModel
     contention: float
@@ -112,7 +112,7 @@ CASES = {
 
 
 class FixedLength(Speculation):
-    """Requests one draft length in every round, and waits for it."""
+    """Requests the same draft length in every round, and awaits each block."""
 
     @property
     def pacing(self) -> PacingPolicy:

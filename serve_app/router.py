@@ -108,7 +108,7 @@ class Router:
         )
         self._targets: dict[str, Link] = {}  # connections by address
         self._drafters: dict[str, Link] = {}
-        self.drafts_are_translated = False  # some drafter's; excludes rejection sampling
+        self.drafts_are_translated = False  # True if any drafter translates, which excludes rejection sampling
         self._listed_addresses: frozenset[str] = frozenset()  # addresses listed by membership
 
     # ------------------------------------------------------------ one session

@@ -13,7 +13,7 @@ from protos.frozen import value
 from protos.messages import NO_RULES, NO_SCORING, Acceptance, DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
-NO_LIMIT = 1 << 30  # of a session's length: in the draft's tokens it is unknown
+NO_LIMIT = 1 << 30  # session length limit, since the limit in draft tokens is unknown
 
 
 class RewritableMethod(DraftingMethod, Protocol):

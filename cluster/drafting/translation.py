@@ -46,7 +46,7 @@ class Translator:
 
     @cached_property
     def controls(self) -> Mapping[int, int]:
-        """The draft's control tokens by the target's of the same name, except those before every text."""
+        """Maps control tokens of the target to those of the same name in the draft, except text-start tokens."""
         named = {token: self.draft.controls.get(name) for name, token in self.target.controls.items()}
         return {token: own for token, own in named.items() if own is not None and own not in self.draft.start}
 

@@ -39,7 +39,7 @@ MAX_PAUSE_S = 4.0  # upper bound of the pause
 
 @dataclass(slots=True)
 class Backoff:
-    """Exponential backoff between tests that have failed."""
+    """Exponential backoff after failed tests."""
 
     pause_s: float = 0.0  # latest pause; 0: no recent failure
     until: float = 0.0  # end of the pause
@@ -166,7 +166,7 @@ class Adaptive:
                 return DraftingDecision(tokens)
         elif now < self._probes.until or not drafts.is_attached:
             return decision
-        self._probes.until = now + max(FIRST_PAUSE_S, least_s)  # one probe at a time
+        self._probes.until = now + max(FIRST_PAUSE_S, least_s)  # allows one probe at a time
         drafts.is_reading = not drafts.has_drafted
         if drafts.is_reading:
             return DraftingDecision(tokens)
@@ -176,7 +176,7 @@ class Adaptive:
 
 
 def waiting_cost(load: Load) -> float:
-    """Returns the cost of a second of waiting, in tokens per session; sessions that wait at the same time share it."""
+    """Returns the cost of one second of waiting, in tokens per session. Sessions that wait together share it."""
     return load.non_speculative_rate / max(1.0, load.sessions * (1 - load.hits))
 
 

@@ -130,9 +130,7 @@ class NodeRates:
             rates[drafted] += weight * (guess - rates[drafted])
 
 
-# Step of a session's log odds per accepted token above or below the expectation. The noise of 0.2 cost up to 10 % of
-# the simulated throughput where all sessions are alike.
-VALUE_RATE = 0.1
+VALUE_RATE = 0.1  # change of a session's log odds per accepted token above or below the expectation
 VALUE_MEMORY = 0.01  # share of the log odds that fades per round, so that a session tries drafts again
 MAX_LOG_ODDS = 4.0
 LEVELS = 2  # levels per unit of log odds
@@ -160,7 +158,7 @@ class DraftValue:
 
     @property
     def level(self) -> int:
-        """Log odds in steps of 1 / LEVELS."""
+        """Log odds as an integer multiple of 1 / LEVELS, rounded."""
         return round(LEVELS * self.log_odds)
 
     def update(self, accepted: int, expected: float) -> None:
@@ -169,14 +167,14 @@ class DraftValue:
         self.log_odds = max(-MAX_LOG_ODDS, min(MAX_LOG_ODDS, log_odds))
 
     def round_ended(self, accepted: int, is_missed: bool, has_hit: bool) -> None:
-        """Records a verdict: `is_missed` if no block came for it, and `has_hit` if the next block is already here."""
+        """Records a verdict: whether its block was missed, and whether the next block has already arrived."""
         self.accepted = accepted
         self.log_odds *= 1 - VALUE_MEMORY
         self.missed = 0 if has_hit else self.missed + is_missed
         self.has_hit = has_hit
 
     def block_arrived(self, delay_s: float | None) -> None:
-        """Records a block or NoDraft; None if its delay is not typical."""
+        """Records a block or NoDraft; `delay_s` is None if the delay is not typical."""
         self.missed = 0
         self.has_drafted = True
         if delay_s is not None:
@@ -184,7 +182,7 @@ class DraftValue:
 
     @property
     def is_silent(self) -> bool:
-        """True if no block has come for several rounds."""
+        """True after several consecutive rounds without a block."""
         return self.missed >= SILENT_AFTER
 
 

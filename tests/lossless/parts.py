@@ -126,21 +126,21 @@ def generations(setting: Setting, sessions: int, rng: random.Random) -> Iterator
 
 
 class RandomPacing:
-    """Policy that replaces half of the adaptive decisions by random ones: no decision may change a text."""
+    """Policy that makes half of its decisions at random, because no decision may change a text."""
 
     def __init__(self, sessions: int, least_chance: float) -> None:
         self._adaptive = Adaptive()
         self._least_chance = least_chance
-        self._rng = random.Random(sessions)
+        self._rng = random.Random(sessions + 4)
 
     def decide(self, drafts: DraftValue, limit: int, load: Load, now: float) -> DraftingDecision:
         decision = self._adaptive.decide(drafts, limit, load, now)
         if self._rng.random() < 0.5:
             return decision
         return DraftingDecision(
-            self._rng.randint(0, limit),
+            self._rng.randint(1, limit),
             least_chance=self._least_chance,
-            hold_step=self._rng.random() < 0.7,
+            hold_step=self._rng.random() < 0.8,
             skip_for_s=self._rng.uniform(0.0, 2 * STEP_S),
         )
 

@@ -82,8 +82,6 @@ def test_merged_trees_give_the_text_of_non_speculative_decoding(monkeypatch, sam
     monkeypatch.setattr(hybrid, "merged", merged)
     pools = Pools(TARGET, DRAFT, lost_targets=1, lost_drafters=1, hybrid=True)
     made = worlds(replace(SETTING, schedule=schedule, sampling=sampling, step_cost=step_cost), pools)
-    assert sum(of_both) > AT_ONCE / 2, "too few trees had candidates of both"
-    if step_cost is None:
-        assert sum(world.branches_accepted for world in made) > 1
-        assert accepted(made) > AT_ONCE * WORLDS
-    assert accepted(made) > 1
+    assert sum(of_both) > AT_ONCE, "too few trees had candidates of both"
+    assert sum(world.branches_accepted for world in made) > 1
+    assert accepted(made) > AT_ONCE * WORLDS

@@ -24,7 +24,7 @@ SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=0.7), Sampling())
 
 
 def toy_tokens(pieces: Sequence[bytes], controls: int = CONTROLS) -> TextTokens:
-    """Returns a tokenizer that always takes the longest piece."""
+    """Returns a tokenizer that greedily matches the longest piece."""
     ids = {piece: token for token, piece in enumerate(pieces, controls)}
     longest = max(map(len, pieces))
 
@@ -76,7 +76,7 @@ def test_random_pairs_of_tokenizers_commit_the_targets_text(
 
 @functools.cache
 def copycats() -> Setting:
-    """Returns a draft that spells the target's text with other tokens: each character is followed by the next one."""
+    """Returns a pair whose models spell the same cyclic alphabet with different tokens."""
     pieces = [bytes([byte]) for byte in b"abcdefgh"]
     target = toy_tokens([*pieces, b"ab", b"cd", b"efg"])
     draft = toy_tokens([*pieces[::-1], b"bc", b"de", b"fgh"])

@@ -11,7 +11,7 @@ from cluster.drafting.translation import TranslatedText, Translator
 
 
 class TranslatedNoise(NoiseSource):
-    """Noise of the target's tokens with the same bytes; other draft tokens have none."""
+    """Gives each draft token the noise of the target token with the same bytes, if there is one."""
 
     def __init__(self, texts: Mapping[str, TranslatedText]) -> None:
         self._texts = texts

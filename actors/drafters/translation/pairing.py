@@ -37,7 +37,7 @@ class Pairing:
 
 
 def draft_pairing(draft: DraftPool, target_tokens: Mapping[int, str], with_weights: bool = True) -> Pairing:
-    """Returns how the configured draft model's tokens become tokens of the target. Raises ModelError if they cannot."""
+    """Returns the pairing of the configured draft model with the target. Raises ModelError if they cannot be paired."""
     assert draft.model is not None, "only draft models are paired"
     tokenizer = None if draft.tokenizer is None else local_folder(draft.tokenizer, with_weights=False)
     return pairing_of(target_tokens, local_folder(draft.model, with_weights), tokenizer)
@@ -48,7 +48,7 @@ def pairing_of(target: Mapping[int, str], draft: Path, tokenizer: Path | None = 
 
     Without any tokenizer, a draft is assumed to use the target's. Sizes of embeddings may differ. A draft with the
     target's ids still needs an embedding for each of them, since any may be fed; otherwise it is translated. Raises
-    ModelError if the draft cannot be used either way.
+    ModelError if the draft can neither share ids nor be translated.
     """
     config = read_config(draft)
     if is_recurrent(config):

@@ -1,4 +1,4 @@
-"""Circuit breakers open for drafters without useful blocks, probe them, and close after success."""
+"""Tests that circuit breakers open for drafters without useful blocks, probe them, and close after success."""
 
 from itertools import pairwise
 
