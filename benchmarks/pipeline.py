@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -312,6 +312,7 @@ def parse_arguments() -> argparse.Namespace:
         "--arms", help=f"comma-separated; default: all except control and other; pipeline arms: {_names(PIPELINE)}"
     )
     parser.add_argument("--other", action="append", default=[], metavar="KEY=VALUE", help="settings of the arm 'other'")
+    parser.add_argument("--temperature", type=float, help="of all arms; default: 0 in the pipeline table")
     parser.add_argument("--prompts", type=Path, default=BENCH_PROMPTS, help='JSON lines {"kind", "prompt"}')
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements here, after every round")
     arguments = parser.parse_args()
@@ -325,6 +326,8 @@ def parse_arguments() -> argparse.Namespace:
     if not all(part.isdigit() and int(part) > 0 for part in at_once.split(",")):
         parser.error(f"--concurrency is {at_once}; expected comma-separated positive integers, such as 1,4")
     arguments.arms = [known[name] for name in names]
+    if arguments.temperature is not None:
+        arguments.arms = [replace(arm, temperature=arguments.temperature) for arm in arguments.arms]
     if ("other" in names) != bool(arguments.other):
         parser.error(
             "--other needs the arm 'other' and vice versa; for example --arms plain,other --other draft.method=suffix"
