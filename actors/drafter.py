@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ from cluster.trust import PeerRole
 from cluster.watchdog import TimeoutPolicy, Watchdog
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
-from protos.messages import Block, DraftRequest, Hello, Open, Refusal, RefusalReason, Verdict, Welcome
+from protos.messages import Block, DraftRequest, Hello, Identity, Open, Refusal, RefusalReason, Verdict, Welcome
 from protos.speculation_pb2_grpc import TargetServiceStub
 
 log = logging.getLogger(__name__)
@@ -62,18 +62,17 @@ class TargetAccess:
     """Targets that the drafter may dial, and the credentials presented to them."""
 
     credentials: Credentials = field(default_factory=NoCredentials)
-    known: Callable[[], frozenset[str]] | None = None  # allowed addresses; default: any
+    known: Callable[[str], frozenset[str]] | None = None  # allowed addresses by model; default: any
 
 
 class Drafter:
-    """Drafts for the sessions of any number of routers, verified by any number of targets."""
+    """Drafts for the sessions of any number of routers, verified by any number of targets of any number of models."""
 
     def __init__(
         self,
         method: DraftingMethod,
         limits: DrafterLimits,
-        vocabulary: str,
-        target_model: str,
+        models: Mapping[str, Identity],  # targets' identities by model name
         draft_ahead: bool = True,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -83,10 +82,10 @@ class Drafter:
         tracer: SessionSpans = NO_TRACING,
     ) -> None:
         self.peer_id = f"drafter-{uuid.uuid4().hex[:12]}"
-        self.vocabulary = vocabulary
-        self.target_model = target_model
+        self._models = models
+        self._access = access
         self.scheduler = DraftScheduler(
-            limits, draft_ahead, method.shapes, figures.first_token_acceptance, access.known, figures.version
+            limits, draft_ahead, method.shapes, figures.first_token_acceptance, self._known_targets, figures.version
         )
         self.timeline = Timeline(clock)
         self.timing = DraftTiming(figures.cost)
@@ -94,7 +93,6 @@ class Drafter:
         self._progress = Watchdog(TimeoutPolicy())
         self.refused: Counter[str] = Counter()  # malformed messages by kind
         self.pass_s: defaultdict[str, float] = defaultdict(float)  # total duration of passes, by kind of pass
-        self._credentials = access.credentials
         self._tracer = tracer
         self._method = method
         self._limits = limits
@@ -283,7 +281,7 @@ class Drafter:
             self._tracer.on_received(peer, message)
             sends = self.scheduler.receive(peer, message, now)
             if isinstance(message, Open) and message.target_address in self.scheduler.targets:
-                self._dial(message.target_address)
+                self._dial(message.target_address, self._models[message.model])
             if sends:
                 self._send(sends)
         if self._pass is None:
@@ -306,33 +304,44 @@ class Drafter:
 
     # ------------------------------------------------------------ targets
 
-    def _dial(self, address: str) -> None:
+    @property
+    def identities(self) -> tuple[Identity, ...]:
+        """Identities that routers may present."""
+        return tuple(self._models.values())
+
+    def _known_targets(self, model: str) -> frozenset[str] | None:
+        """Returns the addresses that sessions of a model may name; None: any."""
+        if model not in self._models:
+            return frozenset()
+        return None if self._access.known is None else self._access.known(model)
+
+    def _dial(self, address: str, target: Identity) -> None:
         if address in self._targets:
             return
         self._targets[address] = Link(
             address,
             PeerRole.TARGET,
-            self._credentials,
+            self._access.credentials,
             call=lambda channel, metadata: TargetServiceStub(channel).Verify(metadata=metadata),
             frame_type=pb.DrafterToTarget,
-            hello=lambda: Hello(self.peer_id, self.vocabulary, self.target_model),
+            hello=lambda: Hello(self.peer_id, target.vocabulary, target.target_model),
             on_up=lambda: self._target_up(address),
             on_frame=lambda frame: self.receive(address, frame),
             on_down=lambda: self.scheduler.gone(address),
         )
         if self._limits.states is not None:
-            self._dial_feed(address)
+            self._dial_feed(address, target)
 
-    def _dial_feed(self, address: str) -> None:
+    def _dial_feed(self, address: str, target: Identity) -> None:
         """Dials a target's stream for hidden states; sessions attach once it and the verification stream are up."""
         name = states_stream(address)
         self._feeds[name] = Link(
             address,
             PeerRole.TARGET,
-            self._credentials,
+            self._access.credentials,
             call=lambda channel, metadata: TargetServiceStub(channel).States(metadata=metadata),
             frame_type=pb.DrafterToTargetStates,
-            hello=lambda: Hello(self.peer_id, self.vocabulary, self.target_model),
+            hello=lambda: Hello(self.peer_id, target.vocabulary, target.target_model),
             on_up=lambda: self._feed_up(address),
             on_frame=lambda frame: self.receive(name, frame),
             on_down=lambda: None,

@@ -39,7 +39,7 @@ async def _serve_stream(
 ) -> None:
     """Serves one stream of a caller with this role, from the Hello to the end of the stream."""
     async with interceptor.stream(context, role):
-        hello = await read_hello(context, replica.vocabulary, replica.target_model)
+        hello = await read_hello(context, replica.identities)
         stream, outbox = connect(hello)
         try:
             await converse(context, reply_type, outbox, lambda frame: replica.receive(stream, frame))

@@ -28,7 +28,7 @@ from cluster.verification.scheduler import VerificationLimits, VerificationSched
 from cluster.verification.step import StepPlan
 from cluster.watchdog import TimeoutPolicy, Watchdog
 from protos.codec import Decoded
-from protos.messages import Block, Close, Hello, Message, Open, Refusal, RefusalReason, Welcome
+from protos.messages import Block, Close, Hello, Identity, Message, Open, Refusal, RefusalReason, Welcome
 
 Prepare = Callable[[str], Awaitable[str | None]]
 """Compiles a grammar for the engine; returns an error message, or None on success."""
@@ -156,8 +156,7 @@ class TargetReplica:
         memory: SessionMemory | None = None,
     ) -> None:
         self.peer_id = f"target-{uuid.uuid4().hex[:12]}"
-        self.vocabulary = vocabulary
-        self.target_model = target_model
+        self.identities = (Identity(vocabulary, target_model),)  # presented by callers
         self.scheduler = VerificationScheduler(limits, pacing, step_cost, memory)
         self.timeline = Timeline(clock)
         self.refused: Counter[str] = Counter()  # malformed messages by kind

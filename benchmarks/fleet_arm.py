@@ -31,8 +31,8 @@ from cluster.routing.ledger import CommittedTokens, Generation
 from cluster.routing.membership import Endpoint, Members
 from cluster.speculation.controller import Adaptive
 from cluster.verification.scheduler import VerificationLimits
-from protos.messages import Acceptance, Sampling
-from serve_app.router import Identity, Router, RouterLimits
+from protos.messages import Acceptance, Identity, Sampling
+from serve_app.router import Router, RouterLimits
 from serve_app.startup import start_engine
 from tests.session_events import events_of
 from tests.static_membership import StaticMembership
@@ -166,8 +166,7 @@ async def _serve_drafts(config: SlipstreamConfig, pipe: Connection) -> None:
     drafter = Drafter(
         method,
         limits,
-        IDENTITY.vocabulary,
-        IDENTITY.target_model,
+        {"": IDENTITY},
         thread=DraftingThread(prepare=compute_in_background),
         figures=MethodFigures(cost=profile),
     )

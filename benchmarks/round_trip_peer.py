@@ -34,7 +34,7 @@ from cluster.verification.step import Outcome, StateRead, StepPlan
 from protos import speculation_pb2 as pb
 from protos.codec import decode, encode
 from protos.draft_tree import DraftTree
-from protos.messages import Acceptance, Close, DraftRequest, Hello, Open, Sampling, Shape, Verdict
+from protos.messages import Acceptance, Close, DraftRequest, Hello, Identity, Open, Sampling, Shape, Verdict
 from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 
 VOCABULARY = 32
@@ -148,7 +148,7 @@ async def serve_until_input_ends(role: str) -> None:
         server = await serve_target(replica, "127.0.0.1")
         running = asyncio.create_task(replica.run())
     else:
-        drafter = Drafter(InstantDraft(events), DrafterLimits(VOCABULARY, CONTEXT, SESSIONS), *IDENTITY)
+        drafter = Drafter(InstantDraft(events), DrafterLimits(VOCABULARY, CONTEXT, SESSIONS), {"": Identity(*IDENTITY)})
         server = await serve_drafter(drafter, "127.0.0.1")
         running = asyncio.create_task(drafter.run())
     print(server.address, flush=True)

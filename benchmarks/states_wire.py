@@ -43,11 +43,11 @@ from cluster.routing.membership import Endpoint, Members
 from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits
 from protos import speculation_pb2 as pb
-from protos.messages import Acceptance, Frame, Sampling, States
+from protos.messages import Acceptance, Frame, Identity, Sampling, States
 from serve_app.api.text import TextCodec
 from serve_app.cli.demo import demo_config, prepare_target
 from serve_app.demo_data import BENCH_PROMPTS
-from serve_app.router import Identity, Router, RouterLimits
+from serve_app.router import Router, RouterLimits
 from serve_app.tables import shown, table
 from tests.session_events import events_of
 from tests.static_membership import StaticMembership
@@ -210,8 +210,7 @@ async def connected(config: SlipstreamConfig, model: Any, spec: CaptureSpec) -> 
     drafter = Drafter(
         create_method(config.draft, setup),
         DrafterLimits(runner.vocabulary, CONTEXT, 1, spec.format, state_bounds(config.draft, folder)),
-        IDENTITY.vocabulary,
-        IDENTITY.target_model,
+        {"": IDENTITY},
         draft_ahead=False,
     )
     servers: list[GrpcServer] = [await serve_target(target, "127.0.0.1"), await serve_drafter(drafter, "127.0.0.1")]

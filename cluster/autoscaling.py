@@ -1,8 +1,10 @@
-"""Decides the sizes of the target pool and the draft pool from the replicas' reports. Pure.
+"""Decides the sizes of target pools and draft pools from the replicas' reports. Pure.
 
 Inputs are `TargetReport` and `DraftReport` metrics, the pools' current sizes and bounds, and the scaling settings
 reported by target replicas. The output is a size for each pool, with a reason. Each resource yields a need, a possibly
 fractional number of replicas; the largest need counts. A pool grows after a short delay and shrinks after a long one.
+Each target pool scales alone. A draft pool scales by the sum of the needs of all target pools that it serves: those
+whose replicas report its settings.
 
 Ray Serve calls the policies below for the application or for a single deployment. Serve's controller pickles a policy
 by value, with this module, and calls it ten times a second. The module therefore imports no other project code and
@@ -283,7 +285,7 @@ def _decide(pool: Pool, need: Need | None, now: float, up_delay_s: float, down_d
     return PoolDecision(min(max(size, pool.least), pool.most), desired, need.why, stabilization)
 
 
-Settings = Mapping[str, Mapping[str, float | None]]  # settings by pool and name
+Settings = Mapping[str, Mapping[str, float | None]]  # settings by deployment and name
 Scaling = TypeVar("Scaling", TargetScaling, DraftScaling)
 
 
@@ -294,7 +296,7 @@ def as_numbers(settings: Settings) -> dict[str, float]:
 
 
 def reported_settings(kind: type[Scaling], pool: str, metrics: Mapping[str, Mapping[Any, float]]) -> Scaling | None:
-    """Reads one pool's settings from metrics, which map name and replica to value.
+    """Reads the settings of one pool, named by its deployment, from metrics, which map name and replica to value.
 
     Returns None until a replica has reported every required setting. During an update, replicas report different
     settings; the choice among them is arbitrary.
@@ -312,9 +314,18 @@ def _name(pool: str, name: str) -> str:
     return f"{pool}_{name}"
 
 
-TARGET = "target"
-DRAFT = "draft"
-POOLS = {"Target": TARGET, "Drafter": DRAFT}  # pool by deployment name
+TARGET = "Target"  # deployments of the only, or default, target pool and draft pool
+DRAFTER = "Drafter"
+
+
+def deployment_of(pool: str, name: str | None) -> str:
+    """Returns the deployment of a pool with this name; None stands for the only, or default, pool."""
+    return pool if name is None else f"{pool}-{name}"
+
+
+def kind_of(deployment: str) -> str:
+    """Returns TARGET or DRAFTER for a pool's deployment, and the name of other deployments."""
+    return deployment.partition("-")[0]
 
 
 class Observed(Protocol):
@@ -333,27 +344,19 @@ Decisions = tuple[dict[Any, int], dict[Any, dict[str, Any]]]
 
 
 class PoolsPolicy:
-    """Application-level policy, which sees both pools. Scaling settings come from the target replicas' reports."""
+    """Application-level policy, which sees all pools. Scaling settings come from the target replicas' reports."""
 
     def __call__(self, observed: Mapping[Any, Observed]) -> Decisions:
         """Returns sizes and policy states by deployment; omits deployments that are not pools."""
-        named = {one.deployment_name: (key, one) for key, one in observed.items()}
-        pools = {POOLS[name]: pool for name, pool in named.items() if name in POOLS}
         decided: dict[Any, PoolDecision] = {}
-        metrics: Mapping[str, Mapping[Any, float]] = {}
-        targets: list[TargetReport] = []
-        target_size: int | None = None
-        if TARGET in pools:
-            key, one = pools[TARGET]
-            metrics = one.aggregated_metrics
-            targets = reported(TargetReport, metrics)
-            scaling = reported_settings(TargetScaling, TARGET, metrics)
-            now = one.current_time
-            decided[key] = decide_targets(_pool(one), targets, scaling, now) if scaling else stay(_pool(one), now)
-            target_size = decided[key].size
-        if DRAFT in pools:
-            key, one = pools[DRAFT]
-            decided[key] = _drafters(one, reported_settings(DraftScaling, DRAFT, metrics), targets, target_size)
+        targets: list[tuple[Observed, PoolDecision]] = []
+        for key, one in observed.items():
+            if kind_of(one.deployment_name) == TARGET:
+                decided[key] = _targets(one)
+                targets.append((one, decided[key]))
+        for key, one in observed.items():
+            if kind_of(one.deployment_name) == DRAFTER:
+                decided[key] = _drafters(one, targets)
         sizes = {key: decision.size for key, decision in decided.items()}
         return sizes, {key: {"stabilization": decision.stabilization} for key, decision in decided.items()}
 
@@ -365,19 +368,34 @@ class PoolAlone:
 
     def __call__(self, observed: Observed) -> tuple[int, dict[str, Any]]:
         """Returns the wanted size and the policy state."""
-        assert observed.deployment_name in POOLS, f"a policy for {observed.deployment_name}, expected {set(POOLS)}"
+        assert kind_of(observed.deployment_name) in (TARGET, DRAFTER), f"a policy for {observed.deployment_name}"
         sizes, states = PoolsPolicy()({"": observed})
         return sizes[""], states[""]
 
 
-def _drafters(
-    one: Observed, scaling: DraftScaling | None, targets: list[TargetReport], target_size: int | None
-) -> PoolDecision:
-    pool = _pool(one)
+def _targets(one: Observed) -> PoolDecision:
+    metrics = one.aggregated_metrics
+    scaling = reported_settings(TargetScaling, one.deployment_name, metrics)
     if scaling is None:
-        return stay(pool, one.current_time)
-    reports = reported(DraftReport, one.aggregated_metrics)
-    return decide_drafters(pool, reports, scaling, targets, target_size, one.current_time)
+        return stay(_pool(one), one.current_time)
+    return decide_targets(_pool(one), reported(TargetReport, metrics), scaling, one.current_time)
+
+
+def _drafters(one: Observed, targets: Sequence[tuple[Observed, PoolDecision]]) -> PoolDecision:
+    """Decides by the target pools that report this draft pool's settings."""
+    scaling: DraftScaling | None = None
+    reports: list[TargetReport] = []
+    target_size = 0
+    for target, decision in targets:
+        settings = reported_settings(DraftScaling, one.deployment_name, target.aggregated_metrics)
+        if settings is not None:
+            scaling = settings
+            reports += reported(TargetReport, target.aggregated_metrics)
+            target_size += decision.size
+    if scaling is None:
+        return stay(_pool(one), one.current_time)
+    own = reported(DraftReport, one.aggregated_metrics)
+    return decide_drafters(_pool(one), own, scaling, reports, target_size, one.current_time)
 
 
 def _pool(observed: Observed) -> Pool:

@@ -5,22 +5,26 @@ others. `load_config` reads a file; its ConfigError lists one line per problem, 
 For a key of an earlier release, the error states its new name or a replacement (`MOVED_KEYS`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from cluster.autoscaling import DRAFTER, TARGET, deployment_of
 from cluster.config_sections import (
     HEADS,
     LEARNING_METHODS,
     METHOD_SECTIONS,
     MODEL_METHODS,
     PROJECTING_HEADS,
+    SHARED_METHODS,
     STATE_READERS,
     ApiKey,
     DraftModelOptions,
@@ -201,7 +205,7 @@ class TargetPool(Section):
     start_timeout_s: Seconds = Field(3600, description="maximum time to load and profile the model")
     drain_s: Seconds = Field(
         30,
-        description="time for which a stopping replica serves sessions that no other replica accepts",
+        description="grace period for sessions that no other replica accepts",
     )
 
     @model_validator(mode="after")
@@ -254,9 +258,7 @@ class LearningOptions(Section):
     )
     max_tokens: Positive = Field(2_000_000, description="maximum stored tokens; the oldest examples are deleted first")
     max_age_days: float = Field(30, gt=0, description="maximum age of examples")
-    max_state_bytes: Positive = Field(
-        4_000_000_000, description="maximum size of stored hidden states; the oldest are deleted first"
-    )
+    max_state_bytes: Positive = Field(4_000_000_000, description="maximum size of stored hidden states")
     resources: Annotated[Resources, BeforeValidator(_idle_resources)] = Field(
         IDLE,
         description="resources reserved for the trainer; idle: none, train at idle CPU priority",
@@ -431,8 +433,8 @@ class ServerConfig(Section):
     keep_alive_s: Positive = Field(60, description="lifetime of idle connections")
     max_requests: Positive = Field(
         1024,
-        description="maximum active sessions per router, concurrent uploads, and requests queued at Serve's proxy;"
-        " otherwise 429",
+        description="maximum active sessions per router and model, concurrent uploads, and requests queued at Serve's"
+        " proxy; otherwise 429",
     )
     max_request_sessions: Positive = Field(
         128, description="maximum sessions per request (prompts times n); otherwise 400"
@@ -464,35 +466,152 @@ class ServerConfig(Section):
     audit: AuditConfig = AuditConfig()
 
 
+Label = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+"""User-defined name of a model or draft pool; part of deployment names and of Kubernetes names."""
+
+
+class ModelEntry(Section):
+    """One of several served models."""
+
+    model: ModelConfig
+    target: TargetPool = TargetPool()
+    speculation: SpeculationConfig = SpeculationConfig()
+    draft: Label | None = Field(None, description="draft pool in `drafts`; default: the pool in `draft`")
+
+
+MODEL_SECTIONS = ("model", "target", "speculation")
+"""Sections of a single model; with `models`, each entry has its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One served model, with the names of the deployments that it uses."""
+
+    config: "SlipstreamConfig"  # as if it were the only model
+    target: str
+    drafter: str
+
+    @property
+    def trainer(self) -> str:
+        """The deployment that trains the draft, if it learns."""
+        return self.drafter.replace(DRAFTER, "Trainer")
+
+    @property
+    def name(self) -> str:
+        """The main name in the API."""
+        return self.config.model.name
+
+
 class SlipstreamConfig(Section):
-    """Configuration of a deployment."""
+    """Configuration of a deployment.
+
+    The sections `model`, `target` and `speculation` describe a single model. With several `models`, they are those of
+    the first one. Code that serves one model receives its configuration from `served`.
+    """
 
     model: ModelConfig
     target: TargetPool = TargetPool()
     draft: DraftPool
     speculation: SpeculationConfig = SpeculationConfig()
+    models: dict[Label, ModelEntry] = Field({}, description="several models by name, in place of `model`")
+    drafts: dict[Label, DraftPool] = Field({}, description="further draft pools by name")
     server: ServerConfig = ServerConfig()
     trust: TrustConfig = TrustConfig()
     tracing: TracingConfig = TracingConfig()
     kubernetes: KubernetesOptions = KubernetesOptions()
 
     @property
-    def served_names(self) -> tuple[str, ...]:
-        """All API names of the model, main name first."""
-        return tuple(dict.fromkeys((self.model.name, *self.server.served_names)))
+    def served(self) -> tuple[ServedModel, ...]:
+        """All served models."""
+        if not self.models:
+            return (ServedModel(self, TARGET, DRAFTER),)
+        return tuple(
+            ServedModel(self._alone(name, entry), deployment_of(TARGET, name), deployment_of(DRAFTER, entry.draft))
+            for name, entry in self.models.items()
+        )
 
-    @model_validator(mode="after")
-    def _check_engine_support(self) -> Self:
+    @property
+    def pools(self) -> dict[str, tuple["SlipstreamConfig", ...]]:
+        """The models of each draft pool, by deployment."""
+        pools: defaultdict[str, list[SlipstreamConfig]] = defaultdict(list)
+        for one in self.served:
+            pools[one.drafter].append(one.config)
+        return {name: tuple(configs) for name, configs in pools.items()}
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """All API names of the models, main names first."""
+        return tuple(dict.fromkeys((*(one.name for one in self.served), *self.server.served_names)))
+
+    def given(self, **excluded: Any) -> dict[str, Any]:
+        """Returns the settings that differ from the defaults, as input of `validated`; omits `excluded` keys."""
+        unused = dict.fromkeys(MODEL_SECTIONS, True) if self.models else {}
+        return self.model_dump(mode="json", exclude_defaults=True, exclude={**excluded, **unused})
+
+    def _alone(self, name: str, entry: ModelEntry) -> "SlipstreamConfig":
+        model = entry.model.model_copy(update={"served_name": entry.model.served_name or name})
+        draft = self.draft if entry.draft is None else self.drafts[entry.draft]
+        update = {"model": model, "target": entry.target, "speculation": entry.speculation, "draft": draft}
+        return self.model_copy(update={**update, "models": {}, "drafts": {}})
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _adopt_first_model(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fills the sections of a single model from the first of `models`, then checks each model."""
+        if not isinstance(data, dict) or not data.get("models"):
+            config = validate(data)
+        elif misplaced := [name for name in MODEL_SECTIONS if name in data]:
+            raise ValueError(f"{', '.join(misplaced)}: a configuration with models has this below models.NAME; move it")
+        else:
+            config = validate({**data, "model": ModelConfig(target="")})
+            config._check_models()
+            first = config.served[0].config
+            vars(config).update({name: getattr(first, name) for name in MODEL_SECTIONS})  # frozen only for others
+        for one in config.served:
+            one.config._check_engine_support()
+        return config
+
+    def _check_models(self) -> None:
+        """Raises ValueError for contradictions between models and draft pools."""
+        if unknown := sorted({e.draft for e in self.models.values() if e.draft is not None} - self.drafts.keys()):
+            raise ValueError(f"models use draft pools {', '.join(unknown)}, which are missing in drafts; add them")
+        names = [one.name for one in self.served]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"several models are served as {', '.join(twice)}; set another model.served_name")
+        if self.server.served_names:
+            raise ValueError("server.served_names names a single model; with models, set model.served_name of each")
+        pools = self.pools
+        for name in (None, *self.drafts):
+            key, drafter = "draft" if name is None else f"drafts.{name}", deployment_of(DRAFTER, name)
+            if drafter not in pools:
+                raise ValueError(f"{key} is the draft pool of no model; remove it or set models.NAME.draft")
+            draft = pools[drafter][0].draft
+            if len(pools[drafter]) > 1 and (draft.model_method not in SHARED_METHODS or draft.learning is not None):
+                what = "learning" if draft.learning is not None else f"method {draft.method}"
+                raise ValueError(f"{key} serves several models, but {what} fits only one; use a pool for each model")
+
+    def _check_engine_support(self) -> None:
         """Rejects settings that vLLM targets do not support."""
         if self.target.engine == "slipstream":
-            return self
+            return
         if self.speculation.acceptance == "rejection":
             raise ValueError(
                 "speculation.acceptance is rejection, but vLLM targets support only coupled; set it to coupled"
             )
         if self.draft.model_method in STATE_READERS and not self.draft.states.keep:
             raise ValueError("draft.states.keep is false, but vLLM targets cannot recompute hidden states; remove it")
-        return self
+
+
+def of_drafters(models: Sequence[SlipstreamConfig]) -> SlipstreamConfig:
+    """Returns the configuration of a pool's drafters: the first model's, with the largest limits of all models."""
+    first = models[0]
+    context = max(one.model.max_context for one in models)
+    longest = max(one.speculation.draft_tokens for one in models)
+    update = {
+        "model": first.model.model_copy(update={"max_context": context}),
+        "speculation": first.speculation.model_copy(update={"draft_tokens": longest}),
+    }
+    return first.model_copy(update=update)
 
 
 MOVED_KEYS: Mapping[str, str] = MappingProxyType(
@@ -536,8 +655,10 @@ def load_config(
         if name.startswith(ENVIRONMENT_PREFIX):
             _override(data, name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), value, name)
     apply_overrides(data, overrides)
-    _expand_model_path(data, "model", "target", path.parent)
-    _expand_model_path(data, "draft", "model", path.parent)
+    for entry in (data, *_sections(data, "models")):
+        _expand_model_path(entry.get("model"), "target", path.parent)
+    for draft in (data.get("draft"), *_sections(data, "drafts")):
+        _expand_model_path(draft, "model", path.parent)
     if isinstance(trust := data.get("trust"), dict):
         for key in trust.keys() & {"certificates", "token_file"}:
             if isinstance(trust[key], str):
@@ -584,9 +705,14 @@ def _override(data: dict[str, Any], keys: list[str], value: str, name: str) -> N
         raise ConfigError(f"{name}: '{value}' is not valid YAML: {error}") from error
 
 
-def _expand_model_path(data: dict[str, Any], section: str, key: str, base: Path) -> None:
+def _sections(data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Returns the sections with user-defined names below a key, as far as they are mappings."""
+    named = data.get(key)
+    return [part for part in named.values() if isinstance(part, dict)] if isinstance(named, dict) else []
+
+
+def _expand_model_path(part: Any, key: str, base: Path) -> None:
     """Makes paths of local folders absolute; keeps other values, which are Hugging Face ids."""
-    part = data.get(section)
     if not isinstance(part, dict) or not isinstance(part.get(key), str):
         return
     path = Path(part[key]).expanduser()

@@ -164,7 +164,7 @@ class StatesOptions(Section):
     )
     window: Positive = Field(
         512,
-        description="tokens to recompute without keep; fewer tokens cost less but reduce acceptance",
+        description="tokens to recompute without keep",
     )
     kept_tokens: Positive | None = Field(
         None,
@@ -211,6 +211,9 @@ PROJECTING_HEADS = frozenset({"dflash", "eagle"})
 MODEL_METHODS = frozenset({"draft_model"}) | HEADS
 """Methods with their own checkpoint; hybrid follows its model-based method."""
 
+SHARED_METHODS = frozenset({"draft_model", "ngram", "suffix"})
+"""Methods that can draft for several targets; hybrid follows its model-based method."""
+
 LEARNING_METHODS = frozenset({"draft_model", "eagle", "medusa", "mlp_speculator"})
 """Methods with weights that `draft.learning` can train; hybrid follows its model-based method."""
 
@@ -231,7 +234,7 @@ class TrustConfig(Section):
     )
     insecure: bool = Field(
         False,
-        description="listen on non-loopback addresses without authentication; trusts every peer",
+        description="listen on non-loopback addresses without authentication",
     )
     reflection: bool = Field(False, description="enable gRPC reflection")
     max_streams_per_host: Positive = Field(256, description="maximum streams per server and remote host")
@@ -384,3 +387,6 @@ class KubernetesOptions(Section):
     router: PodOptions = PodOptions()
     target: PoolPodOptions = PoolPodOptions()
     draft: PoolPodOptions = PoolPodOptions()
+    pools: dict[str, PoolPodOptions] = Field(
+        default_factory=dict, description="pods of one of several pools, such as target-NAME or draft-NAME"
+    )

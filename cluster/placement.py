@@ -1,14 +1,15 @@
 """Converts configured resources and replicas to options of Ray and Ray Serve. Pure."""
 
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from cluster.autoscaling import DEFAULT_UTILIZATION, DRAFT, TARGET, DraftScaling, TargetScaling
-from cluster.config import DraftPool, Replicas, Resources, TargetPool
+from cluster.autoscaling import DEFAULT_UTILIZATION, DRAFTER, DraftScaling, TargetScaling
+from cluster.config import DraftPool, Replicas, Resources, ServedModel, SlipstreamConfig, TargetPool
 
 AUTOSCALING_POLICY = {
     "policy_function": "cluster.autoscaling:PoolsPolicy"
-}  # application-level policy, which sees both pools
+}  # application-level policy, which sees all pools
 ALONE_POLICY = {"policy_function": "cluster.autoscaling:PoolAlone"}  # per-pool policy
 REPORT_S = 2.0  # seconds between reports of a replica; Serve's default is 10
 AVERAGING_WINDOW_S = 10.0  # averaging window of reports, in seconds; it smooths short gaps between drafters
@@ -51,8 +52,38 @@ def target_group_options(pool: TargetPool) -> dict[str, Any]:
     return options
 
 
-def scaling_settings(target: TargetPool, draft: DraftPool) -> dict[str, dict[str, float | None]]:
-    """Returns the scaling settings of both pools; target replicas receive them and report them to the policy."""
+def pools(config: SlipstreamConfig) -> dict[str, TargetPool | DraftPool]:
+    """Returns all target pools, then all draft pools, by configuration section."""
+    if not config.models:
+        return {"target": config.target, "draft": config.draft}
+    targets = {f"models.{name}.target": entry.target for name, entry in config.models.items()}
+    named = {f"drafts.{name}": draft for name, draft in config.drafts.items()}
+    return {**targets, **({"draft": config.draft} if DRAFTER in config.pools else {}), **named}
+
+
+def resources_key(pool: TargetPool | DraftPool) -> str:
+    """Returns the key of a pool's resources."""
+    return "resources" if isinstance(pool, DraftPool) else "resources_per_rank"
+
+
+def resources_of(pool: TargetPool | DraftPool) -> Resources:
+    """Returns the resources of one process of a pool."""
+    return pool.resources if isinstance(pool, DraftPool) else pool.resources_per_rank
+
+
+def replica_resources(pool: TargetPool | DraftPool) -> dict[str, float]:
+    """Returns the resources that one replica reserves on its node."""
+    if isinstance(pool, DraftPool):
+        return rank_bundle(pool.resources)
+    total: Counter[str] = Counter()
+    for bundle in target_group_options(pool)["placement_group_bundles"]:
+        total.update(bundle)
+    return dict(total)
+
+
+def scaling_settings(served: ServedModel) -> dict[str, dict[str, float | None]]:
+    """Returns the scaling settings of a model's pools, by deployment; target replicas report them to the policy."""
+    target, draft = served.config.target, served.config.draft
     targets = TargetScaling(
         sessions_per_replica=_sessions_aimed_at(target.replicas, target.max_sessions),
         max_sessions=target.max_sessions,
@@ -66,7 +97,7 @@ def scaling_settings(target: TargetPool, draft: DraftPool) -> dict[str, dict[str
         up_delay_s=draft.replicas.up_delay_s,
         down_delay_s=draft.replicas.down_delay_s,
     )
-    return {TARGET: asdict(targets), DRAFT: asdict(drafters)}
+    return {served.target: asdict(targets), served.drafter: asdict(drafters)}
 
 
 def _sessions_aimed_at(replicas: Replicas, max_sessions: int) -> float:

@@ -39,15 +39,37 @@ class Key(NamedTuple):
 
 
 def all_keys() -> list[Key]:
-    """Returns all keys in configuration order; NAME stands for a user-defined name."""
+    """Returns all keys in configuration order; NAME stands for a user-defined name.
+
+    A section that repeats a top-level section is one key.
+    """
     schema = SlipstreamConfig.model_json_schema()
-    return [
-        key for name, field in schema["properties"].items() for key in _keys(schema, _definition(schema, field), name)
-    ]
+    keys: list[Key] = []
+    for name, field in schema["properties"].items():
+        values = _definition(schema, _values(field))
+        if same := _top_level(schema, values):
+            keys.append(_repeated(name, "NAME", same, ""))
+        elif "properties" in values:
+            keys += _keys(schema, values, f"{name}.NAME")
+        else:
+            keys += _keys(schema, _definition(schema, field), name)
+    return keys
+
+
+def _top_level(schema: Json, section: Json) -> str | None:
+    """Returns the name of the top-level section with this content."""
+    return next((name for name, field in schema["properties"].items() if _definition(schema, field) is section), None)
+
+
+def _repeated(section: str, key: str, same: str, default: str) -> Key:
+    return Key(section, key, "", default, f"the keys of `{same}`", "")
 
 
 def _keys(schema: Json, section: Json, name: str, note: str = "") -> Iterator[Key]:
     for key, field in section["properties"].items():
+        if same := _top_level(schema, _definition(schema, field)):
+            yield _repeated(name, key, same, "required" if key in section.get("required", ()) else "")
+            continue
         inner = _definition(schema, field)
         each = _definition(schema, _values(field))
         if "properties" in inner:
@@ -69,12 +91,16 @@ def key_lists() -> str:
     lines: list[str] = []
     described: dict[str, set[tuple[str, ...]]] = {}
     for name, field in schema["properties"].items():
-        lines += [f"\n## `{name}`\n", f"{_definition(schema, field)['description']}\n"]
+        lines += [f"\n## `{name}`\n", f"{_sentence(_definition(schema, field)['description'])}\n"]
         for section, keys in sections.items():
             if section.partition(".")[0] == name:
                 lines += _section_items(section, keys, described)
                 described[section] = {key.content for key in keys}
     return "\n".join(lines)
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else f"{text[0].upper()}{text[1:]}."
 
 
 def _section_items(section: str, keys: list[Key], described: Mapping[str, set[tuple[str, ...]]]) -> Iterator[str]:
@@ -92,8 +118,8 @@ def _section_items(section: str, keys: list[Key], described: Mapping[str, set[tu
             yield f"* {names}: as in `{like}`"
     for key in keys:
         if len(shared) < 2 or key not in shared:
-            default = f"; {key.default}" if key.default else ""
-            yield f"* `{key}` ({key.kind}{default}): {key.meaning}"
+            facts = "; ".join(filter(None, (key.kind, key.default)))
+            yield f"* `{key}`{f' ({facts})' if facts else ''}: {key.meaning}"
 
 
 def _definition(schema: Json, field: Json) -> Json:
@@ -104,7 +130,8 @@ def _definition(schema: Json, field: Json) -> Json:
 
 def _values(field: Json) -> Json:
     """Returns the value schema of a mapping; empty for other types."""
-    values = field.get("additionalProperties")
+    patterns = field.get("patternProperties", {})
+    values = field.get("additionalProperties", next(iter(patterns.values()), None))
     return values if isinstance(values, dict) else {}
 
 

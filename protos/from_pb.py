@@ -224,6 +224,7 @@ def _open_from_pb(m: pb.Open) -> Open:
         cache_salt=m.cache_salt,
         wants_rejected=m.wants_rejected,
         may_learn=m.may_learn,
+        model=m.model,
     )
 
 

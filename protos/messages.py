@@ -137,6 +137,14 @@ class LiveSession:
 
 
 @value
+class Identity:
+    """Fingerprints that must be equal before peers exchange tokens."""
+
+    vocabulary: str
+    target_model: str
+
+
+@value
 class Hello:
     peer_id: str
     vocabulary: str
@@ -234,6 +242,7 @@ class Open:
     cache_salt: str = ""
     wants_rejected: bool = False  # to a target: include rejected draft tokens in verdicts
     may_learn: bool = False  # to a drafter: may keep the session's hidden states as training data
+    model: str = ""  # to a drafter: name of the model whose target verifies the session
 
     @property
     def takes_trees(self) -> bool:

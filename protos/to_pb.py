@@ -94,6 +94,7 @@ def _open_to_pb(m: Open) -> pb.Open:
         cache_salt=m.cache_salt,
         wants_rejected=m.wants_rejected,
         may_learn=m.may_learn,
+        model=m.model,
     )
 
 

@@ -3,12 +3,12 @@
 `serve deploy`, KubeRay and the command line all use `build`, with the per-deployment parts from `serve_manifest`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import serve
 
-from cluster.config import LearningOptions, Replicas, ServerConfig, SlipstreamConfig, validated
+from cluster.config import LearningOptions, Replicas, ServedModel, ServerConfig, SlipstreamConfig, validated
 from cluster.placement import ALONE_POLICY, actor_options, bounds, scaling_settings, target_group_options
 from serve_app.api.replies import RETRY_AFTER_S
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment, TrainerDeployment
@@ -28,24 +28,17 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def application(config: SlipstreamConfig) -> serve.Application:
-    """Binds the deployments of routers, drafters and targets, and of the trainer if the draft learns."""
-    target = serve.deployment(TargetDeployment, name="Target").options(
-        **target_group_options(config.target),
-        autoscaling_config=_scaling(config.target.replicas),
-        user_config=scaling_settings(config.target, config.draft),
-        **HEALTH,
-        **_logging(config.server),
-        **(POOL_SHUTDOWN | {"graceful_shutdown_timeout_s": config.target.drain_s + SHUTDOWN_S}),
-    )
-    drafter = serve.deployment(DraftDeployment, name="Drafter").options(
-        ray_actor_options=actor_options(config.draft.resources),
-        autoscaling_config=_scaling(config.draft.replicas),
-        **HEALTH,
-        **_logging(config.server),
-        **POOL_SHUTDOWN,
-    )
+    """Binds the deployments of routers, drafters and targets, and of a trainer for each draft that learns."""
+    targets = {one.target: _target(one) for one in config.served}
+    pools = dict(targets)
+    for name, models in config.pools.items():
+        verifiers = {one.name: targets[one.target] for one in config.served if one.drafter == name}
+        pools[name] = _drafter(name, models, verifiers)
+    for one in config.served:
+        if (learning := one.config.draft.learning) is not None:
+            pools[one.trainer] = _trainer(one, learning)
     router = serve.deployment(RouterDeployment, name="Router").options(
-        **router_sizes(config.server),
+        **router_sizes(config),
         backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
         # Retry a full router quickly, since it may soon have room again.
         request_router_config={"max_backoff_s": 0.05},
@@ -55,21 +48,45 @@ def application(config: SlipstreamConfig) -> serve.Application:
         health_check_period_s=1,
         **_logging(config.server),
     )
-    targets = target.bind(config)
-    pools = targets, drafter.bind(config, targets)
-    learning = config.draft.learning
-    return router.bind(config, *pools, *([] if learning is None else [_trainer(config, learning)]))
+    return router.bind(config, pools)
 
 
-def _trainer(config: SlipstreamConfig, learning: LearningOptions) -> serve.Application:
-    trainer = serve.deployment(TrainerDeployment, name="Trainer").options(
+def _target(served: ServedModel) -> serve.Application:
+    pool = served.config.target
+    target = serve.deployment(TargetDeployment, name=served.target).options(
+        **target_group_options(pool),
+        autoscaling_config=_scaling(pool.replicas),
+        user_config=scaling_settings(served),
+        **HEALTH,
+        **_logging(served.config.server),
+        **(POOL_SHUTDOWN | {"graceful_shutdown_timeout_s": pool.drain_s + SHUTDOWN_S}),
+    )
+    return target.bind(served.config)
+
+
+def _drafter(
+    name: str, models: Sequence[SlipstreamConfig], targets: Mapping[str, serve.Application]
+) -> serve.Application:
+    draft = models[0].draft
+    drafter = serve.deployment(DraftDeployment, name=name).options(
+        ray_actor_options=actor_options(draft.resources),
+        autoscaling_config=_scaling(draft.replicas),
+        **HEALTH,
+        **_logging(models[0].server),
+        **POOL_SHUTDOWN,
+    )
+    return drafter.bind(models, targets)
+
+
+def _trainer(served: ServedModel, learning: LearningOptions) -> serve.Application:
+    trainer = serve.deployment(TrainerDeployment, name=served.trainer).options(
         num_replicas=1,
         ray_actor_options=actor_options(learning.resources),
         **TRAINER_HEALTH,
-        **_logging(config.server),
+        **_logging(served.config.server),
         **POOL_SHUTDOWN,
     )
-    return trainer.bind(config)
+    return trainer.bind(served.config)
 
 
 def _scaling(replicas: Replicas) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from itertools import chain
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from fastapi import FastAPI
@@ -25,39 +25,31 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.drafter import Drafter, DraftingThread, MethodFigures, TargetAccess
 from actors.engine.process import compute_in_background, freeze_heap, use_cpu
-from actors.learning.examples import ExampleStore, ExampleWriter
 from actors.learning.reload import DraftReload
-from actors.models.checkpoint import checkpoint_fingerprint, local_folder, vocabulary, vocabulary_fingerprint
 from actors.net.credentials import credentials_of
 from actors.servers import GrpcServer, serve_drafter, serve_target
 from actors.target import TargetReplica
 from actors.tracing import ServiceTracing
-from cluster.audit import Audits
 from cluster.autoscaling import DraftReport, Settings, TargetReport, as_numbers
-from cluster.config import LearningOptions, SlipstreamConfig, SpeculationConfig
+from cluster.config import SlipstreamConfig, SpeculationConfig, of_drafters
 from cluster.config_sections import TracingConfig
 from cluster.drafting.method import ExchangesWeights
 from cluster.errors import EngineError
-from cluster.learning import Example
-from cluster.routing.ray_membership import ADDRESS, COSTS, TRANSLATES, ServeMembership, addresses, running_replicas
-from cluster.routing.session_router import PrefixOptions
+from cluster.routing.ray_membership import ADDRESS, COSTS, TRANSLATES, addresses, running_replicas
 from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
 from cluster.telemetry import Actor, Timeline, pack
 from cluster.trust import PeerRole
 from serve_app.api.replies import HealthReport
 from serve_app.page.routes import DraftSample, TargetSample, TrainerSample, draft_sample, target_sample
-from serve_app.publishing.aggregate_metrics import AggregateMetrics
-from serve_app.publishing.gauges import drafter_levels, router_levels, target_levels, trainer_levels, version_levels
+from serve_app.publishing.aggregate_metrics import AggregateMetrics, with_labels
+from serve_app.publishing.gauges import drafter_levels, target_levels, trainer_levels, version_levels
 from serve_app.publishing.ray_mirror import RayMirror
 from serve_app.publishing.serve_replicas import own_deployment, packed, replicas_metrics
 from serve_app.replica_counters import (
     attention_counts,
-    audit_counts,
     counted_families,
     drafter_counts,
-    example_counts,
     kept_states_counts,
-    routed_counts,
     target_counts,
     version_counts,
 )
@@ -77,7 +69,6 @@ from serve_app.startup import (
 log = logging.getLogger("ray.serve")
 Result = TypeVar("Result")
 
-MAX_PREFIX_ADVANTAGE = 0.25  # maximum extra load outweighed by a cached prefix, as a share of a target's slots
 REMOVAL_CHECK_PERIOD_S = 0.5
 DRAFTER_LEAVES_S = 5.0  # seconds for routers to move a drafter's sessions; without another, targets decode alone
 LOOK_PERIOD_S = 2.0  # seconds between a trainer's checks for new examples
@@ -86,6 +77,10 @@ LOOK_PERIOD_S = 2.0  # seconds between a trainer's checks for new examples
 def pacing_policy(speculation: SpeculationConfig) -> PacingPolicy:
     """Returns the configured pacing policy."""
     return ReferenceLoop() if speculation.is_lock_step else Adaptive()
+
+
+def _status(is_ready: bool) -> Literal["ok", "unavailable"]:
+    return "ok" if is_ready else "unavailable"
 
 
 async def run_logged(name: str, loop: Coroutine[Any, Any, None]) -> None:
@@ -227,8 +222,9 @@ class TargetDeployment(_ReplicaDeployment):
 
     def _families(self) -> Iterator[Metric]:
         scheduler = self._replica.scheduler
-        yield from counted_families({**target_counts(self._replica, self._method), **self._attention})
-        yield from target_levels(scheduler.reporter.activity(), scheduler.admission.preempted, self._model)
+        counts = counted_families({**target_counts(self._replica, self._method), **self._attention})
+        levels = target_levels(scheduler.reporter.activity(), scheduler.admission.preempted, self._model)
+        yield from with_labels(chain(counts, levels), {"model": self._model})
 
     def inspect(self) -> dict[str, Any]:
         """Returns this replica's state and counters, for status and tests."""
@@ -283,14 +279,16 @@ class DraftDeployment(_ReplicaDeployment):
     role = "drafter"
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: SlipstreamConfig, targets: DeploymentHandle[Any]
+        self, models: Sequence[SlipstreamConfig], targets: Mapping[str, DeploymentHandle[Any]]
     ) -> None:
+        """`models` share the drafters; `targets` are their target pools, by model name."""
         self._begin()
-        known_targets = partial(addresses, targets)
-        known_targets()  # starts reading the membership while the method loads
-        config = with_own_part(config, os.environ)
+        for pool in targets.values():
+            addresses(pool)  # starts reading the membership while the method loads
+        models = [with_own_part(one, os.environ) for one in models]
+        config = of_drafters(models)
         use_cpu(config.draft.resources)
-        starting = asyncio.to_thread(start_drafter, config)
+        starting = asyncio.to_thread(start_drafter, models)
         started = await with_start_timeout(config.draft.start_timeout_s, "draft.start_timeout_s", starting)
         self._costs = started.costs
         tracing = self._start_tracing(config.tracing, "drafter")
@@ -298,8 +296,7 @@ class DraftDeployment(_ReplicaDeployment):
         self._drafter = Drafter(
             started.method,
             started.limits,
-            started.files.vocabulary_print,
-            started.files.model_print,
+            started.models,
             draft_ahead=not config.speculation.is_lock_step,
             # A background process may wait forever for a core and still be healthy.
             thread=(
@@ -310,7 +307,10 @@ class DraftDeployment(_ReplicaDeployment):
             figures=MethodFigures(
                 cost=self._costs, first_token_acceptance=started.first_token_acceptance, version=started.version
             ),
-            access=TargetAccess(credentials=credentials_of(config.trust, PeerRole.DRAFTER), known=known_targets),
+            access=TargetAccess(
+                credentials=credentials_of(config.trust, PeerRole.DRAFTER),
+                known=lambda model: addresses(targets[model]),
+            ),
             tracer=tracing.sessions("draft"),
         )
         self._ending.push_async_callback(self._drafter.close)
@@ -449,105 +449,74 @@ class RouterDeployment(_ReplicaDeployment):
     role = "router"
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self,
-        config: SlipstreamConfig,
-        targets: DeploymentHandle[Any],
-        drafters: DeploymentHandle[Any],
-        trainer: DeploymentHandle[Any] | None = None,
+        self, config: SlipstreamConfig, pools: Mapping[str, DeploymentHandle[Any]]
     ) -> None:
+        """`pools` are the other deployments, by name."""
         self._begin()
         from serve_app.api.access import AdminAddress, ServeRequestIds
         from serve_app.api.failures import RefuseWhenStopped
         from serve_app.api.metrics import Metrics
         from serve_app.api.routes import create_api
         from serve_app.api.template_process import TemplateProcess
-        from serve_app.api.text import TextCodec
-        from serve_app.api.validation import NO_DEFAULTS, load_defaults
         from serve_app.audit_alarm import AuditAlarm
         from serve_app.page.routes import PageWatch, PoolSamples, page_routes
-        from serve_app.router import Identity, Router, RouterLimits
+        from serve_app.routed_model import start_model
 
         config = with_own_part(config, os.environ)
         torch.set_num_threads(1)
-        folder = local_folder(config.model.target, with_weights=False)
-        identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
-        pool = config.target
-        prefixes = PrefixOptions(pool.cache_per_rank.page_size, MAX_PREFIX_ADVANTAGE * pool.max_sessions)
-        limits = RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes)
-        self._model = config.model.name
-        render = TemplateProcess()
-        self._ending.push_async_callback(asyncio.to_thread, render.close)
-        text = TextCodec.load(folder, config.server, render=render, max_context=config.model.max_context)
-        audit = config.server.audit
-        audits = Audits(audit, config.model.dtype, AuditAlarm(audit.records, audit.max_record_bytes))
-        credentials = credentials_of(config.trust, PeerRole.ROUTER)
+        self._timeline = Timeline(time.monotonic)
         tracing = self._start_tracing(config.tracing, "router")
         http_tracing = self._start_tracing(config.tracing, "http")
-        self._router = Router(
-            ServeMembership(targets, drafters),
-            identity,
-            limits,
-            audits,
-            credentials=credentials,
-            tracer=tracing.sessions("route"),
-            examples=self._start_learning(config.draft.learning, identity.target_model),
-        )
-        self._ending.push_async_callback(self._router.close)
-        self._timeline = self._router.timeline
-        self._metrics = Metrics(
-            recoveries=lambda: dict(self._router.sessions.recoveries),
-            handovers=lambda: self._router.sessions.handovers,
-            model=config.model.name,
-        )
+        render = TemplateProcess()
+        self._ending.push_async_callback(asyncio.to_thread, render.close)
+        audit = config.server.audit
+        alarm = AuditAlarm(audit.records, audit.max_record_bytes)
+        started = (self._ending, tracing, self._timeline, render, alarm)
+        self._models = [start_model(one, pools, *started) for one in config.served]
+        self._routers = [one.router for one in self._models]
+        by_model = {one.name: one.metrics() for one in self._models}
+        self._metrics = Metrics(by_model=by_model) if config.models else by_model[config.model.name]
         self._mirror = RayMirror(self._families)
-        pools = [own_deployment(), targets, drafters, *([] if trainer is None else [trainer])]
-        watch = PageWatch(config.model.name, PoolSamples(*pools[1:]))
+        watch = PageWatch(", ".join(by_model), PoolSamples(*pools.values()))
         self._api = create_api(
-            self._router,
-            text,
+            [one.service for one in self._models],
             config,
             self._metrics,
             self._health,
-            load_defaults(str(folder)) if config.server.generation_defaults == "model" else NO_DEFAULTS,
-            identity.target_model,
             page_routes(watch) if config.server.page else [],
             http_tracing.tracer,
-            AggregateMetrics([replicas_metrics(pool) for pool in pools]),
-            lambda: self._router.drafts_are_translated,
+            AggregateMetrics([replicas_metrics(pool) for pool in (own_deployment(), *pools.values())]),
         )
-        self._api.add_middleware(RefuseWhenStopped, has_stopped=lambda: self._router.has_ended)
+        self._api.add_middleware(RefuseWhenStopped, has_stopped=lambda: all(one.has_ended for one in self._routers))
         self._api.add_middleware(ServeRequestIds)
         at = config.server.admin
         if at.port:
             self._ending.push_async_callback(AdminAddress(self._api, at.host, at.port).close)
-        self._start_work("the router's membership loop", self._router.run())
+        self._start_work("the routers' membership loop", self._follow_members())
         following = self._watch_removal(config.server.drain_s)
         self._stop_watch = asyncio.create_task(run_logged("the watch for this router's own stop", following))
         self._ending.push_async_callback(self._stop_working)
 
-    def _start_learning(self, learning: LearningOptions | None, target: str) -> Callable[[Example], None] | None:
-        """Starts writing examples; returns the function that accepts them, or None without learning."""
-        self._examples: Counter[str] = Counter()
-        if learning is None:
-            return None
-        writer = ExampleWriter(partial(ExampleStore.of, learning), target)
-        self._examples = writer.counts
-        self._ending.push_async_callback(asyncio.to_thread, writer.close)
-        return writer.offer
-
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._api
 
+    async def _follow_members(self) -> None:
+        await asyncio.gather(*(one.run() for one in self._routers))
+
     async def _health(self) -> HealthReport:
-        status = "ok" if self._router.is_ready else "unavailable"
-        return HealthReport(status=status, audit=self._router.audits.state)
+        """Reports the models that can be served; one of them is enough to be healthy."""
+        models = {one.name: _status(one.router.is_ready) for one in self._models}
+        audits = {one.audits.state for one in self._routers}
+        audit = next(state for state in ("differs", "ok", "off") if state in audits)
+        return HealthReport(status=_status("ok" in models.values()), models=models, audit=audit)
 
     async def drain(self, within_s: float | None = None) -> None:
         """Refuses new requests, and ends those still running after `within_s` with an error.
 
         A coroutine: Serve would run a plain function on a thread instead of the event loop.
         """
-        self._router.drain(within_s)
+        for one in self._routers:
+            one.drain(within_s)
 
     async def _watch_removal(self, drain_s: float) -> None:
         """Ends requests that outlast `drain_s` after Serve stops this replica, before Serve kills it.
@@ -559,11 +528,10 @@ class RouterDeployment(_ReplicaDeployment):
         name = str(serve.get_replica_context().replica_id)
         was_listed = False
         while True:
-            if name in running_replicas(own):
-                was_listed = True
-                self._router.cancel_end()
-            elif was_listed:
-                self._router.end_after(drain_s)
+            is_listed = name in running_replicas(own)
+            was_listed = was_listed or is_listed
+            for one in self._routers if was_listed else ():
+                one.cancel_end() if is_listed else one.end_after(drain_s)
             await asyncio.sleep(REMOVAL_CHECK_PERIOD_S)
 
     def check_health(self) -> None:
@@ -571,26 +539,15 @@ class RouterDeployment(_ReplicaDeployment):
         check_running(self._stop_watch)
 
     def _families(self) -> Iterator[Metric]:
-        of_router = {**audit_counts(self._router.audits), **routed_counts(self._router.sessions.routed)}
-        yield from counted_families({**of_router, **example_counts(self._examples)})
         yield from self._metrics.families()
-        yield from router_levels(self._router.activity, self._model)
+        for one in self._models:
+            yield from one.families()
 
     def inspect(self) -> dict[str, Any]:
         """Returns this router's state and counters, for status and tests."""
-        return {
-            "pid": os.getpid(),
-            "idle": self._router.is_idle,
-            "ready": self._router.is_ready,
-            "refusals": self._router.refusals,
-            "remedies": dict(self._router.sessions.recoveries),
-            "routed": dict(self._router.sessions.routed),
-            "handovers": dict(self._router.sessions.handovers),
-            "audits": dict(self._router.audits.counts),
-            "audits_waiting": self._router.audits.waiting,
-            "widest_near_tie": self._router.audits.widest_near_tie,
-            "examples": dict(self._examples),
-        }
+        from serve_app.routed_model import summed
+
+        return {"pid": os.getpid(), **summed({one.name: one.inspect() for one in self._models})}
 
     async def _stop_working(self) -> None:
         tasks = (self._work, self._stop_watch)

@@ -1,4 +1,4 @@
-"""The router: keeps every session's ledger, assigns a target and a drafter, and commits the target's verdicts.
+"""A model's router: keeps every session's ledger, assigns a target and a drafter, and commits the target's verdicts.
 
 Sessions are independent: drafting for one overlaps with verification of another. The router is not part of a round:
 drafters send blocks to targets, and targets send verdicts to drafters and routers. It handles no text and no HTTP.
@@ -29,7 +29,7 @@ from cluster.telemetry import Timeline
 from cluster.trust import KEY_BYTES, PeerRole
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded
-from protos.messages import Hello, LiveSession, Open, Refusal
+from protos.messages import Hello, Identity, LiveSession, Open, Refusal
 from protos.speculation_pb2_grpc import DraftServiceStub, TargetServiceStub
 
 log = logging.getLogger(__name__)
@@ -44,14 +44,6 @@ SERVICES: Mapping[PeerRole, tuple[Any, Any]] = MappingProxyType(
 """gRPC stub and frame type by peer role."""
 
 CUT_SHORT_MESSAGE = "this server stopped before the answer was complete; send the request again later"
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Fingerprints that must be equal before peers exchange tokens."""
-
-    vocabulary: str
-    target_model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +81,10 @@ class Router:
         credentials: Credentials | None = None,  # sent to targets and drafters
         tracer: SessionSpans = NO_TRACING,
         examples: Callable[[Example], None] | None = None,  # receives ended sessions for learning
+        timeline: Timeline | None = None,  # shared by the routers of one process
     ) -> None:
         self.peer_id = f"router-{uuid.uuid4().hex[:12]}"
-        self.timeline = Timeline(clock)
+        self.timeline = timeline or Timeline(clock)
         self.audits = audits
         self._membership = membership
         self._identity = identity

@@ -38,53 +38,60 @@ def shared_config(config: SlipstreamConfig) -> Json:
 
     Includes the drafting method if it reads hidden states, which targets send, and the log format.
     """
-    router_keys = set(ServerConfig.model_fields) - {"log_format"}
-    given: Json = config.model_dump(
-        mode="json",
-        exclude_defaults=True,
-        exclude={"draft": POOL_KEYS, "target": {"replicas"}, "server": router_keys},
-    )
-    if config.target.engine == "mixed":
-        given["target"]["replicas"] = SMALLEST_MIXED_POOL
-    if config.draft.model_method not in STATE_READERS:
-        given["draft"] = {name: value for name, value in given["draft"].items() if name not in DRAFTER_ONLY_METHODS}
-        if config.draft.model is not None:
-            given["draft"]["model"] = DRAFTERS_ONLY
-            given["draft"].pop("tokenizer", None)
+    given = config.given(server=set(ServerConfig.model_fields) - {"log_format"})
+    for section in (given, *given.get("models", {}).values()):
+        target = section.get("target", {})
+        if target.pop("replicas", None) is not None and target.get("engine") == "mixed":
+            target["replicas"] = SMALLEST_MIXED_POOL
+    given["draft"] = _shared_draft(config.draft)
+    given["drafts"] = {name: _shared_draft(draft) for name, draft in config.drafts.items()}
     return {section: keys for section, keys in given.items() if keys}
+
+
+def _shared_draft(draft: DraftPool) -> Json:
+    given: Json = draft.model_dump(mode="json", exclude_defaults=True, exclude=POOL_KEYS)
+    if draft.model_method not in STATE_READERS:
+        given = {name: value for name, value in given.items() if name not in DRAFTER_ONLY_METHODS}
+        if draft.model is not None:
+            given["model"] = DRAFTERS_ONLY
+            given.pop("tokenizer", None)
+    return given
 
 
 def deployment_parts(config: SlipstreamConfig) -> dict[str, Json]:
     """Returns each deployment's part of the configuration, by name, as options of `serve deploy`."""
-    learning = config.draft.learning
-    drafts = _environment_of(DRAFT, config.draft, "replicas")
-    trainer = (
-        {} if learning is None else {"Trainer": {"ray_actor_options": {**actor_options(learning.resources), **drafts}}}
-    )
-    return {
-        "Target": {
-            "autoscaling_config": bounds(config.target.replicas),
-            "user_config": scaling_settings(config.target, config.draft),
-        },
-        "Drafter": {
-            "autoscaling_config": bounds(config.draft.replicas),
-            "ray_actor_options": {**_placement(config.draft), **drafts},
-        },
-        "Router": {
-            **router_sizes(config.server),
-            "ray_actor_options": {**ROUTER_OPTIONS, **_environment_of(SERVER, config.server, "routers")},
-        },
-        **trainer,
+    targets: dict[str, Json] = {}
+    drafters: dict[str, Json] = {}
+    trainers: dict[str, Json] = {}
+    for one in config.served:
+        draft = one.config.draft
+        targets[one.target] = {
+            "autoscaling_config": bounds(one.config.target.replicas),
+            "user_config": scaling_settings(one),
+        }
+        own = _environment_of(DRAFT, draft, "replicas")
+        drafters[one.drafter] = {
+            "autoscaling_config": bounds(draft.replicas),
+            "ray_actor_options": {**_placement(draft), **own},
+        }
+        if draft.learning is not None:
+            trainers[one.trainer] = {"ray_actor_options": {**actor_options(draft.learning.resources), **own}}
+    router = {
+        **router_sizes(config),
+        "ray_actor_options": {**ROUTER_OPTIONS, **_environment_of(SERVER, config.server, "routers")},
     }
+    return {**targets, **drafters, "Router": router, **trainers}
 
 
-def router_sizes(server: ServerConfig) -> Json:
+def router_sizes(config: SlipstreamConfig) -> Json:
     """Returns the routers' options: their number, the requests per router, and the shutdown time."""
+    server = config.server
+    most = server.max_requests * len(config.served)
     return {
         "num_replicas": server.routers,
         # Twice the router's limit: a full router answers 429, whereas Serve's proxy would queue requests silently.
-        "max_ongoing_requests": 2 * server.max_requests,
-        "max_queued_requests": server.max_requests,
+        "max_ongoing_requests": 2 * most,
+        "max_queued_requests": most,
         "graceful_shutdown_timeout_s": server.drain_s + ROUTER_SHUTDOWN_S,
     }
 

@@ -7,7 +7,7 @@ replica after a failed start.
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,9 @@ from actors.drafters.loading import published_acceptance
 from actors.drafters.pass_profile import profile_drafting
 from actors.drafters.registry import (
     DraftSetup,
+    OtherTarget,
     capture_spec,
+    check_shared_vocabulary,
     create_method,
     state_bounds,
     states_format,
@@ -50,7 +52,7 @@ from actors.models.checkpoint import (
     vocabulary_fingerprint,
 )
 from actors.vllm_engine.engine import VllmEngine
-from cluster.config import DraftPool, SlipstreamConfig, TargetPool
+from cluster.config import DraftPool, SlipstreamConfig, TargetPool, of_drafters
 from cluster.config_sections import HEADS, TrustConfig
 from cluster.costs import DraftCost, ForwardCost
 from cluster.drafting.method import DraftingMethod, ExchangesWeights
@@ -60,7 +62,7 @@ from cluster.learning import Example
 from cluster.page_allocator import SessionMemory
 from cluster.routing.ray_membership import NODE, ZONE
 from cluster.verification.scheduler import VerificationLimits
-from protos.messages import StatesFormat
+from protos.messages import Identity, StatesFormat
 
 log = logging.getLogger(__name__)
 
@@ -255,7 +257,7 @@ async def start_target(config: SlipstreamConfig, engine: str) -> tuple[TargetFil
 class StartedDrafter:
     """A loaded drafting method with its limits, costs and acceptance."""
 
-    files: TargetFiles
+    models: Mapping[str, Identity]  # the targets' identities, by model name
     method: DraftingMethod
     limits: DrafterLimits
     costs: DraftCost
@@ -266,9 +268,13 @@ class StartedDrafter:
     is_translated: bool = False  # the draft has another tokenizer than the target
 
 
-def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
-    """Loads and measures the drafting method. Raises ModelError if it does not fit the target."""
-    files = _target_files(config.model.target, with_weights=False)
+def start_drafter(models: Sequence[SlipstreamConfig]) -> StartedDrafter:
+    """Loads and measures the drafting method. Raises ModelError if it does not fit the target of each model."""
+    config = of_drafters(models)
+    targets = {one.model.name: _target_files(one.model.target, with_weights=False) for one in models}
+    files, *others = targets.values()
+    check_shared_vocabulary(config.draft, {name: one.vocabulary_print for name, one in targets.items()})
+    identities = {name: Identity(one.vocabulary_print, one.model_print) for name, one in targets.items()}
     states = states_format(config.draft, files.folder)
     bounds = state_bounds(config.draft, files.folder)
     grammars = grammars_of(partial(load_grammar_vocabulary, files.folder))
@@ -282,22 +288,25 @@ def start_drafter(config: SlipstreamConfig) -> StartedDrafter:
         states=states,
         processor_factories=() if grammars is None else (grammars.draft_masking,),
         recorder=recorder,
+        others={one.model.name: OtherTarget(one.model.target, targets[one.model.name].tokens) for one in models[1:]},
     )
     max_sessions = config.draft.max_sessions
-    limits = DrafterLimits(max(files.tokens) + 1, config.model.max_context, max_sessions, states, bounds)
+    vocabulary = max(max(one.tokens) for one in targets.values()) + 1
+    limits = DrafterLimits(vocabulary, config.model.max_context, max_sessions, states, bounds)
     learned = learned_draft(config.draft, files.model_print)
     method = create_method(config.draft, setup)
-    is_translated = (
-        config.draft.model_method == "draft_model" and draft_pairing(config.draft, files.tokens).is_translated
+    is_translated = config.draft.model_method == "draft_model" and any(
+        draft_pairing(config.draft, one.tokens).is_translated for one in targets.values()
     )
     if learned is None:
         number = CONFIGURED
-        figure = None if is_translated else published_acceptance(config.draft)  # published for the draft's own target
+        # The figure was published for the draft's own target.
+        figure = None if is_translated or others else published_acceptance(config.draft)
     else:
         version = _use_current(learned, method)
         number, figure = version.number, version.first_token_acceptance
     costs = profile_drafting(method, limits)
-    return StartedDrafter(files, method, limits, costs, figure, learned, number, recorder, is_translated)
+    return StartedDrafter(identities, method, limits, costs, figure, learned, number, recorder, is_translated)
 
 
 def state_recorder(draft: DraftPool, layout: StatesFormat) -> StateRecorder | None:

@@ -22,8 +22,7 @@ from rich.text import Text
 
 from cluster.audit import OUTCOMES
 from cluster.autoscaling import (
-    DRAFT,
-    POOLS,
+    DRAFTER,
     TARGET,
     DraftReport,
     DraftScaling,
@@ -33,6 +32,7 @@ from cluster.autoscaling import (
     TargetScaling,
     decide_drafters,
     decide_targets,
+    kind_of,
 )
 from cluster.routing.drafter_health import GIVEN_UP, RESYNCED
 from cluster.routing.session_router import LOST, PLANNED
@@ -48,30 +48,35 @@ Bounds = Mapping[str, tuple[int, int]]  # (least, most) replicas by deployment, 
 def deployed_bounds(details: Mapping[str, Any]) -> Bounds:
     """Reads the pools' bounds from Serve's details of an application.
 
-    Raises ClusterError if a pool is missing, because the application has ended.
+    Raises ClusterError if it has no target pool or draft pool, because the application has ended.
     """
-    deployments = details.get("deployments", {})
-    if missing := [name for name in POOLS if name not in deployments]:
+    pools = {name: one for name, one in details.get("deployments", {}).items() if kind_of(name) in (TARGET, DRAFTER)}
+    if missing := sorted({TARGET, DRAFTER} - {kind_of(name) for name in pools}, reverse=True):
         raise ClusterError(f"Serve no longer lists its {' and '.join(missing)}")
-    settings = {name: deployments[name]["deployment_config"]["autoscaling_config"] for name in POOLS}
+    settings = {name: one["deployment_config"]["autoscaling_config"] for name, one in pools.items()}
     return {name: (one["min_replicas"], one["max_replicas"]) for name, one in settings.items()}
 
 
-def pools_table(targets: Inspected, drafters: Inspected, bounds: Bounds) -> Table:
-    """Tabulates the pools from replicas' answers to `inspect`; targets report the scaling settings of both pools."""
+def pools_table(replicas: Mapping[str, Inspected], bounds: Bounds) -> Table:
+    """Tabulates the pools from replicas' answers to `inspect`, by deployment; targets report the scaling settings."""
     result = table("Pools", "pool", "replicas", "bounds", "needed", "why")
-    if not targets:
-        return result
-    settings = targets[0]["scaling"]
-    reports = [TargetReport(**one["report"]) for one in targets]
-    scaling = TargetScaling(**settings[TARGET])
-    decision = decide_targets(Pool(len(targets), *bounds["Target"]), reports, scaling, 0.0)
-    _add(result, "targets", bounds["Target"], targets, decision)
-    follows = DraftScaling(**settings[DRAFT])
-    own = [DraftReport(**one["report"]) for one in drafters]
-    pool = Pool(len(drafters), *bounds["Drafter"])
-    drafts = decide_drafters(pool, own, follows, reports, decision.desired, 0.0)
-    _add(result, "drafters", bounds["Drafter"], drafters, drafts)
+    served: defaultdict[str, list[tuple[Inspected, PoolDecision]]] = defaultdict(list)
+    for name, targets in replicas.items():
+        if kind_of(name) == TARGET and targets:
+            settings = targets[0]["scaling"]
+            reports = [TargetReport(**one["report"]) for one in targets]
+            decision = decide_targets(Pool(len(targets), *bounds[name]), reports, TargetScaling(**settings[name]), 0.0)
+            _add(result, name, bounds[name], targets, decision)
+            for pool in settings.keys() - {name}:
+                served[pool].append((targets, decision))
+    for name, models in served.items():
+        drafters = replicas.get(name, [])
+        scaling = DraftScaling(**models[0][0][0]["scaling"][name])
+        reports = [TargetReport(**one["report"]) for targets, _ in models for one in targets]
+        own = [DraftReport(**one["report"]) for one in drafters]
+        wanted = sum(decision.desired for _, decision in models)
+        drafts = decide_drafters(Pool(len(drafters), *bounds[name]), own, scaling, reports, wanted, 0.0)
+        _add(result, name, bounds[name], drafters, drafts)
     return result
 
 
@@ -253,14 +258,17 @@ def ray_status(address: str, application: str) -> Group | str:
 
 def _counted(application: str) -> Group | str:
     try:
-        targets, drafters, routers = (
-            broadcast(deployed(pool, application), "inspect") for pool in ("Target", "Drafter", "Router")
-        )
         bounds = deployed_bounds(serve_details()["applications"].get(application, {}))
+        pools = {name: broadcast(deployed(name, application), "inspect") for name in bounds}
+        routers = broadcast(deployed("Router", application), "inspect")
     except (ClusterError, RayServeException, TimeoutError) as error:
         return f"The replicas of {application} do not report their counters: {error}"
+    targets, drafters = (
+        [one for name, replicas in pools.items() if kind_of(name) == kind for one in replicas]
+        for kind in (TARGET, DRAFTER)
+    )
     return Group(
-        pools_table(targets, drafters, bounds),
+        pools_table(pools, bounds),
         targets_table(targets),
         drafters_table(drafters),
         replicas_table(targets, drafters),

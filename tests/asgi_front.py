@@ -18,7 +18,7 @@ from serve_app.api.access import ADMIN_PORT
 from serve_app.api.generation import Generator
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
-from serve_app.api.routes import create_api
+from serve_app.api.routes import ModelService, create_api
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import find_template
 from serve_app.api.validation import NO_DEFAULTS, GenerationDefaults
@@ -60,8 +60,11 @@ def toy_api(
     metrics: Metrics | None = None,
     **options: Any,
 ) -> FastAPI:
-    """Returns an application with a healthy router; `options` are passed to `create_api`."""
-    return create_api(generator, codec, config or config_of({}), metrics or Metrics(), healthy, **options)
+    """Returns an application with a healthy router; `options` are passed to `ModelService` or `create_api`."""
+    config = config or config_of({})
+    of_model = {name: options.pop(name) for name in ("defaults", "checkpoint") if name in options}
+    models = [ModelService(generator, codec, config, **of_model)]
+    return create_api(models, config, metrics or Metrics(), healthy, **options)
 
 
 def http_client(app: ASGIApp) -> httpx.AsyncClient:

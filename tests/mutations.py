@@ -44,6 +44,7 @@ from protos.messages import (
     DraftRequest,
     Finish,
     Hello,
+    Identity,
     Leaving,
     LiveSession,
     Message,
@@ -279,14 +280,14 @@ async def _at_target(sent: Sequence[Sent]) -> None:
 class UnconnectedDrafter(Drafter):
     """Drafter that dials no target."""
 
-    def _dial(self, address: str) -> None:
+    def _dial(self, address: str, target: Identity) -> None:
         pass
 
 
 def at_drafter(sent: Sequence[Sent]) -> None:
     """Sends frames of hostile routers and their hostile target to a drafter, each followed by a drafting pass."""
     method = NgramDraft(4, 1)
-    drafter = UnconnectedDrafter(method, DrafterLimits(VOCABULARY, 40, 4), "v", "m", clock=lambda: 0.0)
+    drafter = UnconnectedDrafter(method, DrafterLimits(VOCABULARY, 40, 4), {"": Identity("v", "m")}, clock=lambda: 0.0)
     honest, _ = drafter.router_up(Hello("honest-router", "v", "m"))
     request = an_open(HONEST, target_address=TARGET, stop_ids=())
     drafter.receive(honest, decode(encode(pb.RouterToDrafter, [request])))

@@ -23,7 +23,7 @@ from cluster.config import LearningOptions
 from cluster.config_sections import HEADS
 from cluster.errors import ConfigError
 from cluster.learning import Comparison, Manifest
-from serve_app.cli.main import ConfigPath, Overrides, load
+from serve_app.cli.main import ConfigPath, Overrides, load_single
 from serve_app.tables import table
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run(
     candidate, which serves once it is promoted. An interrupted run continues if it is started again with the same
     options.
     """
-    config = load(config_path, overrides)
+    config = load_single(config_path, overrides)
     if config.draft.method != "draft_model" or config.draft.model is None:
         raise ConfigError(
             f"draft.method is {config.draft.method}, which this command cannot train; set it to draft_model"
@@ -243,7 +243,7 @@ def _bar(console: Console) -> Progress:
 
 
 def _learning(config_path: Path, overrides: Sequence[str] | None) -> LearningOptions:
-    learning = load(config_path, overrides, None).draft.learning
+    learning = load_single(config_path, overrides, None).draft.learning
     if learning is None:
         raise ConfigError(f"{config_path} has no draft.learning; set draft.learning.folder to learn from traffic")
     return learning
@@ -266,7 +266,7 @@ def _examples(learning: LearningOptions) -> Iterator[ExampleStore]:
 def status(config_path: ConfigPath, overrides: Overrides = None) -> None:
     """Shows the stored examples, how many the next training lacks, the current version, and the latest training."""
     learning = _learning(config_path, overrides)
-    needs_states = load(config_path, overrides).draft.model_method in HEADS
+    needs_states = load_single(config_path, overrides).draft.model_method in HEADS
     versions = VersionFolder(Path(learning.folder).expanduser())
     with _examples(learning) as store:
         size = store.size()

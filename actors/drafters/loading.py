@@ -31,13 +31,13 @@ from actors.drafters.model.forwards import (
 from actors.drafters.model.recurrent_head import DraftHead, load_recurrent_head
 from actors.drafters.model.sampling import OWN_NOISE, Calibration, DraftingLimits, NoiseSource, check_finite
 from actors.drafters.products import choose_products
-from actors.drafters.registry import DraftSetup
+from actors.drafters.registry import DraftSetup, OtherTarget
 from actors.drafters.translation.noise import TranslatedNoise
 from actors.drafters.translation.pairing import draft_pairing, pairing_of
 from actors.engine.memory import page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
-from actors.models.checkpoint import load_model, local_folder
+from actors.models.checkpoint import different_ids, load_model, local_folder
 from actors.models.decoder import Decoder, decoder_for
 from actors.models.layer_subset import context_length
 from cluster.config import DraftPool
@@ -51,18 +51,29 @@ PROBE_TOKENS = 4  # tokens fed to a new checkpoint as a test
 
 
 def create(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
-    """Creates the method; with another tokenizer than the target's, it translates through text.
+    """Creates the method; if a target has another tokenizer than the draft, it translates through text.
 
-    Raises ModelError if the model matches neither the target nor the device.
+    Raises ModelError if the model matches neither the targets nor the device.
     """
-    pairing = draft_pairing(draft, setup.target_tokens)
+    targets = {"": OtherTarget(setup.target, setup.target_tokens), **setup.others}
+    pairings = [draft_pairing(draft, one.tokens) for one in targets.values()]
+    pairing = next((one for one in pairings if one.is_translated), pairings[0])
     if not pairing.is_translated:
-        return load_draft_model(pairing.draft, draft, setup, device_of(draft.resources))
-    translator = pairing.translator(local_folder(setup.target, with_weights=False))
+        if any(different_ids(setup.target_tokens, one.tokens) for one in targets.values()):
+            raise ModelError(
+                f"draft {pairing.draft} has no tokenizer, but its targets have different vocabularies; set"
+                " draft.tokenizer to a folder or Hugging Face id with its tokenizer"
+            )
+        common = set(setup.target_tokens).intersection(*(one.tokens for one in targets.values()))
+        shared = replace(setup, target_tokens={token: setup.target_tokens[token] for token in sorted(common)})
+        return load_draft_model(pairing.draft, draft, shared, device_of(draft.resources))
+    translators = {
+        name: pairing.translator(local_folder(one.target, with_weights=False)) for name, one in targets.items()
+    }
     own = replace(setup, target_tokens=pairing.draft_tokens(setup.target_tokens), processor_factories=())
     texts: dict[str, TranslatedText] = {}
     model = load_draft_model(pairing.draft, draft, own, device_of(draft.resources), noise=TranslatedNoise(texts))
-    return TranslatedMethod(model, lambda _: translator, texts)
+    return TranslatedMethod(model, lambda opened: translators.get(opened.model, translators[""]), texts)
 
 
 def load_draft_model(

@@ -12,6 +12,7 @@ runs in the target's process and loads only the projection.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -22,12 +23,21 @@ from cluster.config import DraftPool
 from cluster.config_sections import STATE_READERS
 from cluster.drafting.hidden_state_receiver import NO_BOUNDS, StateBounds
 from cluster.drafting.method import DraftingMethod, RecordsStates
+from cluster.errors import ModelError
 from protos.frozen import value
 from protos.messages import StateDtype, StatesFormat, StatesNeeded
 
 if TYPE_CHECKING:
     from actors.compute.hidden_states import CaptureSpec, StateProjection
     from actors.sampling.logits_processors import ProcessorFactory
+
+
+@value
+class OtherTarget:
+    """A further target of the same drafter."""
+
+    target: str  # Hugging Face id or folder
+    tokens: Mapping[int, str]  # token strings by id
 
 
 @value
@@ -42,6 +52,7 @@ class DraftSetup:
     states: StatesFormat | None = None  # encoding of the target's hidden states, if the method reads them
     processor_factories: "tuple[ProcessorFactory, ...]" = ()  # additional ones, with inputs other than the Open
     recorder: RecordsStates | None = None  # keeps the hidden states of sessions that the draft may learn from
+    others: Mapping[str, OtherTarget] = field(default_factory=dict)  # targets of other models, by name
 
 
 MODULES: Mapping[str, str] = MappingProxyType(
@@ -58,6 +69,18 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "mtp": "actors.drafters.heads.eagle.mtp",
     }
 )
+
+
+def check_shared_vocabulary(draft: DraftPool, vocabularies: Mapping[str, str]) -> None:
+    """Raises ModelError if the models of a draft pool, given as fingerprints by name, cannot share its drafters.
+
+    `suffix` searches the answers of all models, so their ids must have the same meaning.
+    """
+    if draft.method == "suffix" and len(set(vocabularies.values())) > 1:
+        raise ModelError(
+            f"the vocabularies of {' and '.join(vocabularies)} differ, but method suffix searches the answers of all"
+            " models; give each its own draft pool in drafts"
+        )
 
 
 def create_method(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:

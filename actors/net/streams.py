@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ from actors.net.credentials import Credentials, Metadata
 from cluster.errors import ProtocolError
 from cluster.trust import PeerRole
 from protos.codec import Decoded, decode, encode, encoded_bytes, message_count
-from protos.messages import MAX_STATES_BYTES, PROTOCOL_VERSION, Hello, Message, Welcome
+from protos.messages import MAX_STATES_BYTES, PROTOCOL_VERSION, Hello, Identity, Message, Welcome
 
 
 async def wait_until_any_ends(*coroutines: Any) -> None:
@@ -152,22 +152,23 @@ def check_version(greeting: Hello | Welcome) -> None:
 # ---------------------------------------------------------------- dialed side
 
 
-def check_hello(hello: Message | None, vocabulary: str, target_model: str) -> Hello:
-    """Returns the greeting. Raises ProtocolError, naming the mismatch, if it does not match this side."""
+def check_hello(hello: Message | None, identities: Sequence[Identity]) -> Hello:
+    """Returns the greeting. Raises ProtocolError, naming the mismatch, if it matches none of this side's models."""
     if not isinstance(hello, Hello):
         raise ProtocolError("the first frame on a stream must hold a Hello")
     check_version(hello)
+    same_vocabulary = [one for one in identities if one.vocabulary == hello.vocabulary]
     for name, theirs, ours in (
-        ("vocabulary", hello.vocabulary, vocabulary),
-        ("target model", hello.target_model, target_model),
+        ("vocabulary", hello.vocabulary, [one.vocabulary for one in identities]),
+        ("target model", hello.target_model, [one.target_model for one in same_vocabulary]),
     ):
-        if theirs != ours:
-            raise ProtocolError(f"{name} differs: the caller has {theirs}, this side has {ours}")
+        if theirs not in ours:
+            raise ProtocolError(f"{name} differs: the caller has {theirs}, this side has {' and '.join(ours)}")
     return hello
 
 
-async def read_hello(context: grpc.aio.ServicerContext[Any, Any], vocabulary: str, target_model: str) -> Hello:
-    """Reads and checks the greeting; aborts the call with the reason if it does not match this side."""
+async def read_hello(context: grpc.aio.ServicerContext[Any, Any], identities: Sequence[Identity]) -> Hello:
+    """Reads and checks the greeting; aborts the call with the reason if it matches none of this side's models."""
     try:
         async with asyncio.timeout(HELLO_S):
             frame = await _read_frame(context)
@@ -175,7 +176,7 @@ async def read_hello(context: grpc.aio.ServicerContext[Any, Any], vocabulary: st
         await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED)
     decoded = decode(frame) if frame is not grpc.aio.EOF else Decoded(())
     try:
-        return check_hello(next(iter(decoded.messages), None), vocabulary, target_model)
+        return check_hello(next(iter(decoded.messages), None), identities)
     except ProtocolError as error:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         raise

@@ -23,6 +23,14 @@ from protos.messages import Block, DraftRequest, Message, NoDraft, Open, Refusal
 log = logging.getLogger(__name__)
 
 
+KnownTargets = Callable[[str], frozenset[str] | None]
+"""Returns the current target addresses of a model, none for a model that the drafter does not serve; None: any."""
+
+
+def _any_target(_: str) -> None:
+    return None
+
+
 class DraftScheduler:
     """Schedules all sessions of one drafter."""
 
@@ -32,7 +40,7 @@ class DraftScheduler:
         draft_ahead: bool = True,
         shapes: frozenset[Shape] = frozenset(Shape),
         published_acceptance: float | None = None,  # published acceptance rate of first tokens, if known
-        known_targets: Callable[[], frozenset[str]] | None = None,  # current target addresses; None: accept any target
+        known_targets: KnownTargets = _any_target,
         version: int = 0,  # version of the learned draft; 0: the configured draft
     ) -> None:
         self.counts: Counter[str] = Counter()  # counts by event; `passes` excludes lookahead passes
@@ -55,7 +63,7 @@ class DraftScheduler:
             if self._is_owned_by_another(peer, message.session):
                 self.refusals.note(peer, "an Open of another router's session", message.session)
                 return [(peer, ownership_refusal(message))]
-            if not self._is_known(message.target_address):
+            if not self._is_known(message):
                 self.refusals.note(peer, "an Open with an unknown target", message.target_address)
                 return [(peer, _not_known(message))]
         return self.sessions.receive(peer, message, now)
@@ -177,12 +185,15 @@ class DraftScheduler:
         sequence = self.sessions.all.get(session)
         return sequence is not None and sequence.router != router
 
-    def _is_known(self, target: str) -> bool:
-        """Returns True for a listed target and for targets of existing sessions.
+    def _is_known(self, request: Open) -> bool:
+        """Returns True for a listed target of the session's model and for targets of existing sessions.
 
         A target that is shutting down serves its sessions for a while after it is removed from the list.
         """
-        return self._known_targets is None or target in self._known_targets() or target in self.targets
+        known = self._known_targets(request.model)
+        existing = ((session.target, session.open.model) for session in self.sessions.all.values())
+        target = request.target_address
+        return known is None or target in known or (target, request.model) in existing
 
     def _request(self, session: DraftSequence) -> DraftRequest:
         """Returns the target's request, limited to the session's remaining length."""

@@ -4,13 +4,14 @@ A session starts with an Open and follows its target's verdicts and draft reques
 the missing tokens from the target. After a contradiction, it requests the ledger from the router.
 
 `Capacity` limits the number of sessions: the limit drops by a quarter when nearly all blocks of a window are late, and
-grows slowly while few are. `StepIntervalEstimate` predicts when a verdict is due; lookahead blocks lose their value
-after that time. Pure: callers pass times in.
+grows slowly while few are. A full drafter divides its sessions evenly among models. `StepIntervalEstimate` predicts
+when a verdict is due; lookahead blocks lose their value after that time. Pure: callers pass times in.
 """
 
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cluster.draft_quality import LoadCheck, VersionWatch
@@ -196,7 +197,9 @@ class SessionTable:
 
         Returns the Attach for the session's target, or a Refusal for the router.
         """
-        if refusal := self._refuse(request):
+        is_full = len(self.all) >= self._capacity.sessions and request.session not in self.all
+        surplus = self._surplus(request.model) if is_full else None
+        if refusal := self._refuse(request, has_room=surplus is not None or not is_full):
             return [(router, refusal), *([(router, Leaving())] if self.is_leaving else [])]
         existing = self.all.get(request.session)
         if existing is not None and existing.open.attempt > request.attempt:
@@ -210,7 +213,8 @@ class SessionTable:
             session.requested_tokens = 0
         self.all[request.session] = session
         self.updates.open(request)
-        return [self._attach(session)]
+        room = self._give_up(surplus, "this drafter is full, and another model has fewer sessions") if surplus else []
+        return [*room, self._attach(session)]
 
     def _close(self, router: str, close: Close) -> list[Send]:
         """Closes a session; ignores unknown sessions, other routers' sessions, and older attempts.
@@ -350,17 +354,18 @@ class SessionTable:
         session.sent(proposal)
 
     def note_block(self, late: bool) -> list[Send]:
-        """Records a block, late or in time. Gives up sessions, longest unserved first, when nearly all blocks are late.
+        """Records a block, late or in time. When nearly all blocks are late, gives up sessions of the models with the
+        most sessions, longest unserved first.
 
         Keeps sessions without requested tokens, because they cost no drafting time.
         """
         self._counts["blocks_late" if late else "blocks_in_time"] += 1
         excess = self._capacity.note(late, len(self.all))
-        sessions_with_requests = (
-            [session for session in self.all.values() if session.requested_tokens] if excess else []
-        )
+        if not excess:
+            return []
+        surplus = _by_surplus(session for session in self.all.values() if session.requested_tokens)
         why = "nearly all blocks are late; this drafter has too many sessions"
-        return [send for session in sessions_with_requests[:excess] for send in self._give_up(session, why)]
+        return [send for session in surplus[:excess] for send in self._give_up(session, why)]
 
     # ------------------------------------------------------------ helpers
 
@@ -380,7 +385,15 @@ class SessionTable:
     def _attach(self, session: DraftSequence) -> Send:
         return session.target, session.reset(self.version_watch.version)
 
-    def _refuse(self, request: Open) -> Refusal | None:
+    def _surplus(self, model: str) -> DraftSequence | None:
+        """Returns a session of another model whose loss to `model` makes their shares of the drafter more even."""
+        counts = Counter(session.open.model for session in self.all.values())
+        largest, most = counts.most_common(1)[0]
+        if most - counts[model] < 2:
+            return None
+        return next(session for session in self.all.values() if session.open.model == largest)
+
+    def _refuse(self, request: Open, has_room: bool) -> Refusal | None:
         limits = self._limits
         reason = RefusalReason.INVALID
         why = ""
@@ -393,7 +406,7 @@ class SessionTable:
         elif self.is_leaving:
             reason = RefusalReason.OVERLOADED
             why = "this drafter is shutting down"
-        elif len(self.all) >= self._capacity.sessions and request.session not in self.all:
+        elif not has_room:
             reason = RefusalReason.OVERLOADED
             why = f"this drafter is full with {len(self.all)} sessions"
         elif why := self._states.capacity_error(len(request.tokens), request.session):
@@ -414,6 +427,15 @@ class SessionTable:
         self.version_watch.close(name)
         self.updates.close(name)
         self._states.forget(name)
+
+
+def _by_surplus(sessions: Iterable[DraftSequence]) -> list[DraftSequence]:
+    """Orders sessions so that dropping the first ones leaves each model an even share; keeps the order in a model."""
+    by_model: defaultdict[str, list[DraftSequence]] = defaultdict(list)
+    for session in sessions:
+        by_model[session.open.model].append(session)
+    ranked = [(len(own) - at, session) for own in by_model.values() for at, session in enumerate(own)]
+    return [session for _, session in sorted(ranked, key=lambda one: -one[0])]
 
 
 def _detach(session: DraftSequence) -> Send:

@@ -66,6 +66,7 @@ class Generation:
     priority: int = 0
     cache_salt: str = ""
     wants_rejected: bool = False  # include rejected draft tokens in `CommittedTokens`
+    model: str = ""  # name of the model, for drafters that serve several
     learn_from: Source | None = None  # source of the training example; None: the session becomes no example
 
     def open_with(self, tokens: Sequence[int], attempt: int) -> Open:
@@ -355,6 +356,7 @@ class Session:
             generation.open_with(self.tokens, self.attempt),
             seed=generation.seed if generation.acceptance is Acceptance.COUPLED else generation.draft_seed,
             target_address=self.target,
+            model=generation.model,
             assignment_token=issued,
             traceparent=generation.traceparent,
             cache_salt=generation.cache_salt,

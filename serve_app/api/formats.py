@@ -55,7 +55,6 @@ from serve_app.api.request_schemas import (
 )
 from serve_app.api.responses import ResponsesChat, ResponseWriter, as_chat, initial_response
 from serve_app.api.responses_schemas import ResponsesRequest
-from serve_app.api.served_model import check_model
 from serve_app.api.streaming import as_event
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import Call, Content, PlainReader, Reader, Reasoning
@@ -404,7 +403,6 @@ class Tokenizing:
 
     def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
         """Tokenizes a text. Raises RequestError without tokenizing if the text cannot fit the context."""
-        self._check_model(request.model)
         context = self.config.model.max_context
         max_chars = context * self.codec.max_token_chars
         if request.chars > max_chars:
@@ -419,7 +417,6 @@ class Tokenizing:
 
     def detokenize(self, request: DetokenizeRequest) -> DetokenizeReply:
         """Returns the text of all tokens, including special tokens."""
-        self._check_model(request.model)
         if (highest := max(request.tokens)) >= self.codec.vocabulary:
             raise RequestError(
                 f"tokens: {highest} is outside the vocabulary of {self.codec.vocabulary} tokens", "tokens"
@@ -443,7 +440,3 @@ class Tokenizing:
             continue_final_message=request.continue_final_message,
         )
         return self.codec.encode_chat(messages_of(chat, self.codec.template), options_of(chat))
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None:
-            check_model(name, self.config.served_names)

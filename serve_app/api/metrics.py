@@ -23,6 +23,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -30,7 +31,7 @@ from prometheus_client.registry import Collector
 
 from cluster.routing.ledger import CommittedTokens
 from serve_app.api.observability import CLIENT_LEFT, ChoiceRecord, PromptVersions, RequestRecord
-from serve_app.publishing.aggregate_metrics import VllmNames, exposition
+from serve_app.publishing.aggregate_metrics import VllmNames, exposition, with_labels
 
 __all__ = ["CLIENT_LEFT", "Metrics", "RequestRecord"]
 
@@ -113,7 +114,7 @@ class VerdictTotals(Collector):
 
 
 class Metrics:
-    """Counters, histograms and gauges of one router."""
+    """Counters, histograms and gauges of one router: of its only model, or of requests that name no served model."""
 
     def __init__(
         self,
@@ -121,8 +122,14 @@ class Metrics:
         recoveries: Counts = dict,
         handovers: Counts = dict,
         model: str = "",
+        by_model: Mapping[str, "Metrics"] = MappingProxyType({}),
     ) -> None:
-        """`recoveries` counts recoveries by drafter and kind, and `handovers` moved sessions by pool and cause."""
+        """`recoveries` counts recoveries by drafter and kind, and `handovers` moved sessions by pool and cause.
+
+        `by_model` has the metrics of each of several models.
+        """
+        self._model = model
+        self._by_model = by_model
         self.registry = registry = CollectorRegistry()
         self._vllm_names = VllmNames(registry, model)
         self._versions = PromptVersions()
@@ -169,17 +176,30 @@ class Metrics:
         """Counts the request as running until the block ends, then under the status in its record."""
         record = RequestRecord()
         started = self._clock()
-        with self._running.track_inprogress():
-            try:
-                yield record
-            finally:
-                self._requests.labels(endpoint, str(record.status)).inc()
-                seconds = self._clock() - started
-                self._latency.observe(seconds)
-                if record.request is not None:
-                    self._versions.ended(record, seconds)
-                for choice in record.choices:
-                    self._choice_ended(choice, seconds)
+        self._running.inc()
+        try:
+            yield record
+        finally:
+            self.of(record.model)._ended(endpoint, record, self._clock() - started)
+
+    def of(self, model: str) -> "Metrics":
+        """Returns the metrics of a model's requests."""
+        return self._by_model.get(model, self)
+
+    def attribute(self, record: RequestRecord, model: str) -> None:
+        """Counts a running request for its model from now on."""
+        self._running.dec()
+        self.of(model)._running.inc()
+        record.model = model
+
+    def _ended(self, endpoint: str, record: RequestRecord, seconds: float) -> None:
+        self._running.dec()
+        self._requests.labels(endpoint, str(record.status)).inc()
+        self._latency.observe(seconds)
+        if record.request is not None:
+            self._versions.ended(record, seconds)
+        for choice in record.choices:
+            self._choice_ended(choice, seconds)
 
     def _choice_ended(self, choice: ChoiceRecord, seconds: float) -> None:
         self._finished.labels(choice.finish or ABORTED).inc()
@@ -201,9 +221,12 @@ class Metrics:
         self._verdicts.add(emit)
 
     def families(self) -> Iterator[Metric]:
-        """Returns all metric families; metrics that vLLM also has are repeated under vLLM's names."""
-        yield from self.registry.collect()
-        yield from self._vllm_names.collect()
+        """Returns all metric families by model; metrics that vLLM also has are repeated under vLLM's names."""
+        yield from with_labels(self.registry.collect(), {"model": self._model} if self._model else {})
+        if not self._by_model:
+            yield from self._vllm_names.collect()
+        for one in self._by_model.values():
+            yield from one.families()
 
     def exposition(self) -> bytes:
         """Returns the families in Prometheus' text format."""

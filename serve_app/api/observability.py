@@ -51,6 +51,7 @@ class RequestRecord:
 
     status: int = CLIENT_LEFT
     traceparent: str = ""  # trace context to pass on; empty if not traced
+    model: str = ""  # main name of the requested model; empty until it is known
     request: GenerationRequest | None = None  # set once the body is parsed
     name: str = ""  # request id, sent in a response header
     response_id: str = ""  # empty until the request is accepted

@@ -234,7 +234,8 @@ class VersionReport(_Body):
 class HealthReport(_Body):
     """Reply of GET /health."""
 
-    status: Literal["ok", "unavailable"]
+    status: Literal["ok", "unavailable"]  # ok: at least one model can be served
+    models: dict[str, Literal["ok", "unavailable"]] = {}
     audit: Literal["off", "ok", "differs"]
 
 

@@ -8,11 +8,11 @@ session per choice, and sends the answer whole or as server-sent events. A clien
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Generic, TypeVar, TypeVarTuple, Unpack
 
 from fastapi import FastAPI
@@ -26,8 +26,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from actors.tracing import NO_TRACER
-from cluster.config import SlipstreamConfig
-from cluster.errors import RequestError
+from cluster.config import ServerConfig, SlipstreamConfig
+from cluster.errors import CapacityError, DrainingError, RequestError
 from cluster.routing.ledger import Generation
 from serve_app.api.access import (
     CALLER,
@@ -43,7 +43,7 @@ from serve_app.api.access import (
 )
 from serve_app.api.choices import Choice, ChoiceStream, ChoiceText, Delta, TextOptions
 from serve_app.api.failures import failure_of
-from serve_app.api.fields import RequestBounds, RequestPart, parse
+from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.formats import (
     AnswerWriter,
     ApiFormat,
@@ -82,7 +82,7 @@ from serve_app.api.request_schemas import (
     TokenizeRequest,
 )
 from serve_app.api.responses_schemas import ResponseReply, ResponsesRequest, ResponseStreamEvent
-from serve_app.api.served_model import find_card, fingerprint, model_list, version
+from serve_app.api.served_model import check_model, find_card, fingerprint, model_list, version
 from serve_app.api.streaming import EventStream, as_json, first_of, while_connected
 from serve_app.api.text import StopMatcher, TextCodec
 from serve_app.api.tool_calls import PlainReader
@@ -101,31 +101,46 @@ WORKERS = 2  # threads that parse and tokenize; more threads would contend with 
 MAX_HELD_BODIES = 64  # memory limit for bodies, in multiples of the maximum body size
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
-PartT = TypeVar("PartT", bound=RequestPart)
+PartT = TypeVar("PartT", TokenizeRequest, DetokenizeRequest)
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
 Health = Callable[[], Awaitable[HealthReport]]
 Exposition = Callable[[], Awaitable[bytes]]
 
 
+@dataclass(frozen=True)
+class ModelService:
+    """What the endpoints need to serve one model."""
+
+    generator: Generator
+    text: TextCodec
+    config: SlipstreamConfig  # of this model alone
+    defaults: GenerationDefaults = NO_DEFAULTS  # replace omitted request parameters
+    checkpoint: str = ""  # fingerprint
+    drafts_are_translated: Callable[[], bool] = lambda: False  # while true, rejection sampling is refused
+
+    @cached_property
+    def grammars(self) -> GrammarCheck:
+        return GrammarCheck(self.text.grammars())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.config, self.checkpoint)
+
+
 def create_api(
-    generator: Generator,
-    text: TextCodec,
+    models: Sequence[ModelService],
     config: SlipstreamConfig,
     metrics: Metrics,
     health: Health,
-    defaults: GenerationDefaults = NO_DEFAULTS,
-    checkpoint: str = "",
     further: Sequence[Route] = (),
     tracer: Tracer = NO_TRACER,
     exposition: Exposition | None = None,
-    drafts_are_translated: Callable[[], bool] = lambda: False,
 ) -> FastAPI:
-    """Builds the application from a token generator, the model's codec (`text`) and its `checkpoint` fingerprint.
+    """Builds the application for the models of `config`.
 
-    `health` reports the generator's state. `defaults` replace omitted request parameters. `further` adds routes.
-    `exposition` replaces `metrics` as the source of /metrics. While `drafts_are_translated`, requests for
-    rejection sampling are refused.
+    `health` reports the generators' state. `further` adds routes. `exposition` replaces `metrics` as the source of
+    /metrics.
     """
     api = FastAPI(title="Slipstream", version=version(), docs_url=None, redoc_url=None)
     server = config.server
@@ -135,18 +150,8 @@ def create_api(
         max_reading=server.max_requests,  # Serve sends a router twice this number; the rest run
         timeout_s=server.body_timeout_s,
     )
-    service = Service(
-        generator,
-        text,
-        config,
-        metrics,
-        bodies,
-        GrammarCheck(text.grammars()),
-        fingerprint(config, checkpoint),
-        defaults,
-        RequestSpans(tracer),
-        drafts_are_translated,
-    )
+    names = {name: model for model in models for name in model.config.served_names}
+    service = Service(names, server, metrics, bodies, RequestSpans(tracer))
     api.router.routes.extend(_body_routes(service, needs_key=bool(server.keys)))
     _add_model_routes(api, config)
     _add_health_routes(api, health)
@@ -176,7 +181,6 @@ def create_api(
 def _body_routes(service: "Service", *, needs_key: bool) -> list[BodyRoute]:
     """Returns the routes of endpoints that parse their own bodies."""
     route = partial(BodyRoute, needs_key=needs_key)
-    tokenizing = Tokenizing(service.text, service.config)
     return [
         route(
             ChatFormat.path,
@@ -205,14 +209,14 @@ def _body_routes(service: "Service", *, needs_key: bool) -> list[BodyRoute]:
         ),
         route(
             "/tokenize",
-            ComputedEndpoint(TokenizeRequest, tokenizing.tokenize, service),
+            ComputedEndpoint(TokenizeRequest, Tokenizing.tokenize, service),
             summary="Tokenize a text or a conversation",
             body=TokenizeRequest,
             reply=TokenizeReply,
         ),
         route(
             "/detokenize",
-            ComputedEndpoint(DetokenizeRequest, tokenizing.detokenize, service),
+            ComputedEndpoint(DetokenizeRequest, Tokenizing.detokenize, service),
             summary="Detokenize a list of tokens",
             body=DetokenizeRequest,
             reply=DetokenizeReply,
@@ -226,7 +230,7 @@ def _add_model_routes(api: FastAPI, config: SlipstreamConfig) -> None:
     dependencies = [KEY] if needs_key else []
     key_errors = (401,) if needs_key else ()
 
-    @api.get("/v1/models", dependencies=dependencies, responses=errors(*key_errors), summary="List the model's names")
+    @api.get("/v1/models", dependencies=dependencies, responses=errors(*key_errors), summary="List the served models")
     async def list_models() -> ModelList:
         return models
 
@@ -234,7 +238,7 @@ def _add_model_routes(api: FastAPI, config: SlipstreamConfig) -> None:
         "/v1/models/{name:path}",
         dependencies=dependencies,
         responses=errors(404, *key_errors),
-        summary="Look up one of the model's names",
+        summary="Look up a served model",
     )
     async def show_model(name: str) -> ModelCard:
         return find_card(models, name)
@@ -291,16 +295,11 @@ def _add_docs(api: FastAPI, *, needs_key: bool) -> None:
 class Service:
     """Shared state of all endpoints."""
 
-    generator: Generator
-    text: TextCodec
-    config: SlipstreamConfig
+    models: Mapping[str, ModelService]  # by API name
+    server: ServerConfig
     metrics: Metrics
     bodies: Bodies
-    grammars: GrammarCheck
-    fingerprint: str
-    defaults: GenerationDefaults
     spans: RequestSpans
-    drafts_are_translated: Callable[[], bool]
     draw: Draw = lambda: secrets.randbits(64)
     clock: Callable[[], float] = time.monotonic
     workers: Executor = field(default_factory=lambda: ThreadPoolExecutor(WORKERS, "request"))
@@ -308,9 +307,27 @@ class Service:
     @property
     def bounds(self) -> RequestBounds:
         """Returns the maximum list lengths, which schemas check before elements."""
-        server = self.config.server
-        prompts = min(server.max_request_sessions, server.max_requests)
-        return RequestBounds(prompts=prompts, prompt_tokens=self.config.model.max_context - 1)
+        prompts = min(self.server.max_request_sessions, self.server.max_requests)
+        context = max(model.config.model.max_context for model in self.models.values())
+        return RequestBounds(prompts=prompts, prompt_tokens=context - 1)
+
+    def model(self, name: str | None) -> ModelService:
+        """Returns the model with this API name; None: the first one. Raises UnknownModelError."""
+        if name is None:
+            return next(iter(self.models.values()))
+        check_model(name, list(self.models))
+        return self.models[name]
+
+    def check_room(self) -> None:
+        """Raises the refusal of a generator if each of them refuses further sessions."""
+        for model in self.models.values():
+            try:
+                model.generator.check_room(1)
+            except (CapacityError, DrainingError) as error:
+                refusal = error
+            else:
+                return
+        raise refusal
 
     def new_request_id(self) -> str:
         """Returns an id for a request without one."""
@@ -340,7 +357,7 @@ class ApiEndpoint(Generic[RequestT]):
             caller.exchange() as exchange,
         ):
             record.name = request_id_of(request) or service.new_request_id()
-            deadline = Deadline.within(service.config.server.request_timeout_s)
+            deadline = Deadline.within(service.server.request_timeout_s)
             response = await self._respond(request, record, exchange, deadline)
             response.headers[REQUEST_ID] = record.name
             with suppress(ClientDisconnect):  # the record shows how much was sent
@@ -350,7 +367,7 @@ class ApiEndpoint(Generic[RequestT]):
         self, request: Request, record: RequestRecord, exchange: Exchange, deadline: Deadline
     ) -> Response:
         try:
-            self._service.generator.check_room(1)
+            self._service.check_room()
             check_request_id(request)
             async with deadline.enforced():
                 return await self._answer(request, record, exchange, deadline)
@@ -365,79 +382,87 @@ class ApiEndpoint(Generic[RequestT]):
         service = self._service
         async with service.bodies.read(request) as body:
             answer = await self._prepare(body, exchange, request_id_of(request), record)
-        service.metrics.prompt(answer.prompt_tokens)
+        service.metrics.of(record.model).prompt(answer.prompt_tokens)
         if not answer.stream:
             whole = await while_connected(request.receive, answer.whole())
             record.status = 200
             return as_json(whole)
         events = answer.events()
-        keep_alive_s = service.config.server.stream_keep_alive_s
+        keep_alive_s = service.server.stream_keep_alive_s
         first = await first_of(events, request.receive, keep_alive_s)  # an earlier failure still sets the HTTP status
         return EventStream(first, events, record, keep_alive_s, deadline, answer.writer.failed)
 
     async def _prepare(self, body: bytes, exchange: Exchange, header: str | None, record: RequestRecord) -> "ApiAnswer":
         """Parses and checks the request, then tokenizes its prompts, both off the event loop."""
         service = self._service
-        request, grammar = await service.in_thread(self._parse, body)
+        request, model, grammar = await service.in_thread(self._parse, body)
+        service.metrics.attribute(record, model.config.model.name)
         exchange.caller.check(request)
         sessions = request.prompt_count * request.n
-        service.generator.check_room(sessions)
+        model.generator.check_room(sessions)
         if grammar is not None:
-            await service.grammars.check(grammar)
+            await model.grammars.check(grammar)
         exchange.take(sessions)
         record.request = request
         record.name = header or request.request_id or record.name
-        return await service.in_thread(self._start, request, grammar, exchange.caller, record)
+        return await service.in_thread(self._start, request, model, grammar, exchange.caller, record)
 
-    def _parse(self, body: bytes) -> tuple[RequestT, RequestedGrammar | None]:
-        """Returns a checked request and the grammar of its answer."""
-        service = self._service
-        request = service.defaults.applied(self._format.parse(body, service.bounds))
+    def _parse(self, body: bytes) -> tuple[RequestT, ModelService, RequestedGrammar | None]:
+        """Returns a checked request, its model, and the grammar of its answer."""
+        parsed = self._format.parse(body, self._service.bounds)
+        model = self._service.model(parsed.model)
+        request = model.defaults.applied(parsed)
         check_request(
             request,
-            config=service.config,
-            max_token_chars=service.text.max_token_chars,
-            drafts_are_translated=service.drafts_are_translated(),
+            config=model.config,
+            max_token_chars=model.text.max_token_chars,
+            drafts_are_translated=model.drafts_are_translated(),
         )
-        self._format.check(request, service.text)
-        return request, self._format.grammar(request, service.text)
+        self._format.check(request, model.text)
+        return request, model, self._format.grammar(request, model.text)
 
     def _start(
-        self, request: RequestT, grammar: RequestedGrammar | None, caller: Caller, record: RequestRecord
+        self,
+        request: RequestT,
+        model: ModelService,
+        grammar: RequestedGrammar | None,
+        caller: Caller,
+        record: RequestRecord,
     ) -> "ApiAnswer":
         """Tokenizes the prompts and returns a lazy answer; reading it starts the sessions."""
         service = self._service
-        context = service.config.model.max_context
-        prompts = [truncated(request, prompt, context) for prompt in self._format.prompts(request, service.text)]
+        context = model.config.model.max_context
+        prompts = [truncated(request, prompt, context) for prompt in self._format.prompts(request, model.text)]
         generations = resolve(
             request,
             prompts,
-            config=service.config,
-            eos_ids=service.text.eos_ids,
-            vocabulary=service.text.vocabulary,
+            config=model.config,
+            eos_ids=model.text.eos_ids,
+            vocabulary=model.text.vocabulary,
             draw=service.draw,
             grammar="" if grammar is None else grammar.text,
-            bad_words=bad_words_of(request, service.text),
+            bad_words=bad_words_of(request, model.text),
             traceparent=record.traceparent,
-            learn_from=learning_source(request, service.config.draft.learning, caller.name or "", caller.learn),
+            learn_from=learning_source(request, model.config.draft.learning, caller.name or "", caller.learn),
         )
         head = Head(
             id=f"{self._format.id_prefix}{request.request_id or record.name}",
             created=int(time.time()),
             model=request.model,
-            system_fingerprint=service.fingerprint,
+            system_fingerprint=model.fingerprint,
         )
         bounded = enumerate(caller.bounded(generations))
-        choices = [self._choice(request, index, generation) for index, generation in bounded]
+        choices = [self._choice(request, model, index, generation) for index, generation in bounded]
         record.response_id = head["id"]
         record.sessions = [generation.session for generation in generations]
         record.prompt_tokens = sum(map(len, prompts))
         record.choices = [choice.text for choice in choices]
-        writer = self._format.writer(request, head, service.text)
-        return ApiAnswer(writer, service, request.stream, choices, record.prompt_tokens)
+        writer = self._format.writer(request, head, model.text)
+        source = partial(follow, model.generator, choices, service.metrics.of(record.model), service.clock)
+        return ApiAnswer(writer, source, request.stream, choices, record.prompt_tokens)
 
-    def _choice(self, request: RequestT, index: int, generation: Generation) -> Choice:
-        codec = self._service.text
+    def _choice(self, request: RequestT, model: ModelService, index: int, generation: Generation) -> Choice:
+        codec = model.text
         skips = request.skip_special_tokens and not self._format.needs_special_tokens(codec)
         echoed = generation.prompt if request.is_echoed else ()
         reader = self._format.reader(request, codec, generation.prompt)
@@ -455,7 +480,7 @@ class ApiEndpoint(Generic[RequestT]):
             index,
             codec.detokenizer(skips, request.spaces_between_special_tokens),
             StopMatcher(request.stop, request.include_stop_str_in_output),
-            self._service.config.server.stream_interval,
+            self._service.server.stream_interval,
             options,
         )
         stream = ChoiceStream(index, reader, selection, self._service.draw)
@@ -467,7 +492,7 @@ class ComputedEndpoint(Generic[PartT]):
     """Endpoint without generation; `work` computes the answer from the body, off the event loop."""
 
     schema: type[PartT]
-    work: Callable[[PartT], BaseModel]
+    work: Callable[[Tokenizing, PartT], BaseModel]
     service: Service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -488,7 +513,9 @@ class ComputedEndpoint(Generic[PartT]):
             return failure_of(error).response
 
     def _answer(self, body: bytes) -> BaseModel:
-        return self.work(parse(self.schema, body, self.service.bounds))
+        request = parse(self.schema, body, self.service.bounds)
+        model = self.service.model(request.model)
+        return self.work(Tokenizing(model.text, model.config), request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,14 +523,14 @@ class ApiAnswer:
     """Answer to one request; can be read once, either whole or as events."""
 
     writer: AnswerWriter
-    service: Service
+    deltas: Callable[[], AsyncGenerator[list[Delta], None]]  # runs the sessions
     stream: bool
     choices: list[Choice]
     prompt_tokens: int
 
     async def whole(self) -> BaseModel:
         """Waits for all choices to end and returns the answer."""
-        async with aclosing(self._deltas()) as arrivals:
+        async with aclosing(self.deltas()) as arrivals:
             async for deltas in arrivals:
                 for delta in deltas:
                     self.choices[delta.index].stream.events(delta)
@@ -511,7 +538,7 @@ class ApiAnswer:
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yields the answer as server-sent events, joined if ready together; there is none before the first text."""
-        async with aclosing(self._deltas()) as arrivals:
+        async with aclosing(self.deltas()) as arrivals:
             async for deltas in arrivals:
                 if text := "".join([sent for delta in deltas for sent in self._sent(delta)]):
                     yield text
@@ -520,9 +547,6 @@ class ApiAnswer:
     def _sent(self, delta: Delta) -> Iterator[str]:
         for event in self.choices[delta.index].stream.events(delta):
             yield from self.writer.event(event, self._usage)
-
-    def _deltas(self) -> AsyncGenerator[list[Delta], None]:
-        return follow(self.service.generator, self.choices, self.service.metrics, self.service.clock)
 
     def _usage(self) -> Usage:
         return usage_of(self.choices, self.prompt_tokens)

@@ -1,4 +1,4 @@
-"""The served model: its names, and a fingerprint of the server state that affects answers."""
+"""The served models: their names, and a fingerprint of the server state that affects answers."""
 
 import hashlib
 import json
@@ -25,10 +25,10 @@ def version() -> str:
 def model_list(config: SlipstreamConfig) -> ModelList:
     """Returns a model card for each served name."""
     created = int(time.time())
-    context = config.model.max_context
     cards = (
-        ModelCard(id=name, created=created, root=config.model.name, max_model_len=context)
-        for name in config.served_names
+        ModelCard(id=name, created=created, root=one.name, max_model_len=one.config.model.max_context)
+        for one in config.served
+        for name in one.config.served_names
     )
     return ModelList(data=tuple(cards))
 
@@ -37,7 +37,8 @@ def check_model(name: str, served: Sequence[str]) -> None:
     """Raises UnknownModelError for a name that is not served."""
     if name not in served:
         names = ", ".join(f"'{one}'" for one in served)
-        raise UnknownModelError(f"model '{name}' does not exist; {names} is served", "model")
+        verb = "is" if len(served) == 1 else "are"
+        raise UnknownModelError(f"model '{name}' does not exist; {names} {verb} served", "model")
 
 
 def find_card(models: ModelList, name: str) -> ModelCard:

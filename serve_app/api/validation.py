@@ -18,7 +18,6 @@ from cluster.routing.ledger import Generation
 from protos.from_pb import REPETITION_PENALTIES
 from protos.messages import Acceptance, Sampling, Scoring, TokenRules
 from serve_app.api.request_schemas import GenerationRequest
-from serve_app.api.served_model import check_model
 from serve_app.api.text import TextCodec
 
 MAX_PROMPT_NUMBERS = 1 << 20  # scores (tokens times alternatives) of one prompt in one message
@@ -145,7 +144,6 @@ def check_request(
     `max_token_chars` is the length of the vocabulary's longest token. With `drafts_are_translated`, the draft has
     another tokenizer than the target, which excludes rejection sampling.
     """
-    check_model(request.model, config.served_names)
     _check_count(request, min(config.server.max_request_sessions, config.server.max_requests))
     _check_limits(request, config.model.max_context)
     _check_text(request, config.model.max_context, max_token_chars)
@@ -195,6 +193,7 @@ def resolve(
                 cache_salt=request.cache_salt or "",
                 wants_rejected=request.speculation.rejected,
                 traceparent=traceparent,
+                model=config.model.name,
                 learn_from=learn_from,
             )
             for choice in range(request.n)

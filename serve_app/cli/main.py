@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster.config import SlipstreamConfig, load_config
-from cluster.errors import SlipstreamError
+from cluster.errors import ConfigError, SlipstreamError
 from serve_app.cli.chat import ApiKey, chat
 
 INVALID_INPUT = 2  # exit status for invalid input
@@ -144,7 +144,7 @@ def serve(
     from serve_app.operations.local import serving
 
     with suppress(KeyboardInterrupt), serving(config, console, address=address, verbose=verbose) as url:
-        typer.echo(f"Slipstream is ready: {url}/v1 (model {config.model.name})")
+        typer.echo(f"Slipstream is ready: {url}/v1 ({_served(config)})")
         signal.pause()
 
 
@@ -167,7 +167,7 @@ def up(
     if reached.difference is not None:
         console.print(reached.difference, soft_wrap=True)
     for url in reached.urls:
-        typer.echo(f"Slipstream is up: {url}/v1 (model {config.model.name})")
+        typer.echo(f"Slipstream is up: {url}/v1 ({_served(config)})")
 
 
 @app.command()
@@ -279,6 +279,19 @@ def serve_yaml(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
 def load(path: Path, overrides: Sequence[str] | None, port: int | None = None) -> SlipstreamConfig:
     return load_config(path, [*(overrides or []), *_port_override(port)], os.environ)
+
+
+def load_single(path: Path, overrides: Sequence[str] | None, port: int | None = None) -> SlipstreamConfig:
+    """Loads a configuration for a command that handles a single model. Raises ConfigError for several models."""
+    config = load(path, overrides, port)
+    if config.models:
+        raise ConfigError(f"{path} has several models; this command needs a configuration with one model")
+    return config
+
+
+def _served(config: SlipstreamConfig) -> str:
+    names = [one.name for one in config.served]
+    return f"model{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def load_demo(overrides: Sequence[str] | None, port: int | None, console: Console) -> SlipstreamConfig:

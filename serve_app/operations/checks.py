@@ -8,22 +8,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.config import AdminConfig, Replicas, Resources, ServerConfig, SlipstreamConfig
+from cluster.config import AdminConfig, DraftPool, Replicas, ServerConfig, SlipstreamConfig, TargetPool
 from cluster.errors import ConfigError
-from cluster.placement import rank_bundle, target_group_options
+from cluster.placement import pools, replica_resources, resources_key, resources_of
 from cluster.trust import is_loopback
 
 ROUTER_CPUS = 0.1
+A_TARGET = "a target replica"
+A_DRAFTER = "a drafter"
+A_ROUTER = "a router"
 
 
 def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[str, float]:
     """Returns the total resources of all pools; `size` picks a size from a pool's bounds."""
-    target = config.target
-    draft = config.draft
     total: Counter[str] = Counter()
-    bundles = [(bundle, target.replicas) for bundle in target_group_options(target)["placement_group_bundles"]]
-    for bundle, replicas in [*bundles, (rank_bundle(draft.resources), draft.replicas)]:
-        total.update({name: amount * size(replicas) for name, amount in bundle.items()})
+    for pool in pools(config).values():
+        total.update({name: amount * size(pool.replicas) for name, amount in replica_resources(pool).items()})
     return {**total, "CPU": total["CPU"] + ROUTER_CPUS * config.server.routers}
 
 
@@ -37,8 +37,9 @@ def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> N
         if amount > offered.get(name, 0)
     ]
     if missing:
-        raise ConfigError(f"target.resources_per_rank and draft.resources need {', '.join(missing)}; {fix}")
-    if config.target.resources_per_rank.labels or config.draft.resources.labels:
+        sections = " and ".join(f"{name}.{resources_key(pool)}" for name, pool in pools(config).items())
+        raise ConfigError(f"{sections} need {', '.join(missing)}; {fix}")
+    if any(resources_of(pool).labels for pool in pools(config).values()):
         raise ConfigError(f"resources.labels: a local cluster has no labels; {fix}")
 
 
@@ -101,23 +102,18 @@ class ReplicaNeed:
 
 def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
     """Returns the needs of targets, drafters and routers, in this order."""
-    target = config.target
-    draft = config.draft
-    group: Counter[str] = Counter()
-    for bundle in target_group_options(target)["placement_group_bundles"]:
-        group.update(bundle)
     return (
-        _pool_need("a target replica", "target.resources_per_rank", group, target.resources_per_rank, target.replicas),
-        _pool_need("a drafter", "draft.resources", rank_bundle(draft.resources), draft.resources, draft.replicas),
-        ReplicaNeed("a router", "server.routers", {"CPU": ROUTER_CPUS}, {}, config.server.routers),
+        *(_pool_need(section, pool) for section, pool in pools(config).items()),
+        ReplicaNeed(A_ROUTER, "server.routers", {"CPU": ROUTER_CPUS}, {}, config.server.routers),
     )
 
 
-def _pool_need(
-    pool: str, section: str, resources: Mapping[str, float], options: Resources, replicas: Replicas
-) -> ReplicaNeed:
+def _pool_need(section: str, pool: TargetPool | DraftPool) -> ReplicaNeed:
     """Returns the need of a pool; even a pool that may be empty needs room for its first replica."""
-    return ReplicaNeed(pool, section, dict(resources), options.labels, max(replicas.min, 1))
+    what = A_DRAFTER if isinstance(pool, DraftPool) else A_TARGET
+    section = f"{section}.{resources_key(pool)}"
+    least = max(pool.replicas.min, 1)
+    return ReplicaNeed(what, section, replica_resources(pool), resources_of(pool).labels, least)
 
 
 def matches_selector(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:

@@ -134,4 +134,5 @@ REPLICA_SHUTDOWN_S = 10  # seconds from the end of a replica's drain until Serve
 
 def drain_s(config: SlipstreamConfig) -> int:
     """Returns Ray's drain time for a stopping node, in seconds; at least the configured drain times."""
-    return math.ceil(max(config.server.drain_s, config.target.drain_s)) + REPLICA_SHUTDOWN_S + SERVE_NOTICE_S
+    longest = max(config.server.drain_s, *(one.config.target.drain_s for one in config.served))
+    return math.ceil(longest) + REPLICA_SHUTDOWN_S + SERVE_NOTICE_S

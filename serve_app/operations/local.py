@@ -125,7 +125,7 @@ def _connect_ray(config: SlipstreamConfig, address: str, level: int, verbose: bo
 
 
 def wait_until_ready(url: str) -> None:
-    """Waits until a router reaches a target replica. Raises StartError after a time limit."""
+    """Waits until a router reaches a target replica of each model. Raises StartError after a time limit."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     answer = "nothing"
     while time.monotonic() < deadline:
@@ -134,7 +134,7 @@ def wait_until_ready(url: str) -> None:
         except httpx.TransportError as error:
             answer = str(error)
         else:
-            if response.is_success and response.json()["status"] == "ok":
+            if response.is_success and set(response.json()["models"].values()) == {"ok"}:
                 return
             answer = response.text
         time.sleep(POLL_S)

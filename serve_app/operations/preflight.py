@@ -4,13 +4,13 @@
 without weights. Replicas perform the checks that need weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from actors.drafters.heads.files import PICKLES
-from actors.drafters.registry import states_needed
+from actors.drafters.registry import check_shared_vocabulary, states_needed
 from actors.drafters.translation.pairing import Pairing, describe, draft_pairing
 from actors.models.checkpoint import (
     check_files,
@@ -20,6 +20,7 @@ from actors.models.checkpoint import (
     extra_tokens,
     local_folder,
     vocabulary,
+    vocabulary_fingerprint,
 )
 from actors.models.config_reader import CONFIG, is_recurrent, read_config, read_json
 from actors.models.decoder import is_llama_kind
@@ -41,6 +42,8 @@ def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bo
     folders. Without `with_draft`, checks only the requirements of a node without drafters. Raises ModelError if the
     models cannot serve as configured.
     """
+    if config.models:
+        return _check_each(config, with_weights=with_weights, with_draft=with_draft)
     target = check_target_model(config, with_weights=with_weights)
     tokens = check_target_files(config, target, with_weights=with_weights)
     lines = [target_line(config, target, tokens), str(end_of_text(target))]
@@ -50,6 +53,34 @@ def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bo
         check_draft_model(config, target, with_weights=with_weights)
         lines += draft_lines(config, target)
     return lines
+
+
+def _check_each(config: SlipstreamConfig, **options: bool) -> list[str]:
+    """Checks several models one by one, and prefixes their descriptions with their names."""
+    lines = []
+    for models in config.pools.values() if options["with_draft"] else ():
+        _check_pool(models)
+    for one in config.served:
+        try:
+            lines += [f"{one.name}: {line}" for line in check_models(one.config, **options)]
+        except ModelError as error:
+            raise ModelError(f"{one.name}: {error}") from error
+    return lines
+
+
+def _check_pool(models: Sequence[SlipstreamConfig]) -> None:
+    """Raises ModelError if models cannot share their draft pool."""
+    draft = models[0].draft
+    tokens = {one.model.name: vocabulary(local_folder(one.model.target, with_weights=False)) for one in models}
+    check_shared_vocabulary(draft, {name: vocabulary_fingerprint(one) for name, one in tokens.items()})
+    refused = [one.model.name for one in models if one.speculation.acceptance == "rejection"]
+    if refused and draft.model_method == "draft_model":
+        pairings = [draft_pairing(draft, one, with_weights=False) for one in tokens.values()]
+        if any(one.is_translated for one in pairings):
+            raise ModelError(
+                f"speculation.acceptance of {' and '.join(refused)} is rejection, but the draft has another tokenizer"
+                " than some of its targets; set it to coupled, or use a draft pool in drafts"
+            )
 
 
 def check_target_model(config: SlipstreamConfig, *, with_weights: bool) -> Path:

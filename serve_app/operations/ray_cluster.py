@@ -21,6 +21,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import DeploymentStatus
 
+from cluster.autoscaling import DRAFTER, TARGET, kind_of
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import SlipstreamError
 from cluster.speculation.estimators import AcceptanceCounts
@@ -111,9 +112,6 @@ def deployed(deployment: str, application: str) -> DeploymentHandle[Any]:
     return handle
 
 
-DEPLOYMENTS = ("Router", "Drafter", "Target")
-
-
 def live_actors(address: str, application: str) -> list[Actor]:
     """Returns the recordings of all replicas on the Ray cluster at `address`. Raises ClusterError."""
     with connected(address):
@@ -122,8 +120,13 @@ def live_actors(address: str, application: str) -> list[Actor]:
 
 def recordings(application: str) -> list[Actor]:
     """Returns the recordings of all replicas on the connected cluster."""
-    packed = [one for deployment in DEPLOYMENTS for one in broadcast(deployed(deployment, application), "trace")]
-    return [unpack(one) for one in packed]
+    return [unpack(one) for one in _ask_all(application, "trace", "Router", DRAFTER, TARGET)]
+
+
+def _ask_all(application: str, method: str, *kinds: str) -> list[Any]:
+    """Calls a method of all replicas of the deployments of some kinds, such as all target pools."""
+    names = [name for name in serve.status().applications[application].deployments if kind_of(name) in kinds]
+    return [answer for name in names for answer in broadcast(deployed(name, application), method)]
 
 
 HOPS = ("send", "return")  # spans that cover the transport of a message
@@ -133,7 +136,7 @@ def live_costs(address: str, application: str) -> CostModel:
     """Returns the costs of a running deployment. Raises ClusterError if it cannot be reached."""
     with connected(address):
         actors = recordings(application)
-        targets, drafters = (broadcast(deployed(pool, application), "inspect") for pool in ("Target", "Drafter"))
+        targets, drafters = (_ask_all(application, "inspect", kind) for kind in (TARGET, DRAFTER))
     return cost_model(targets, drafters, actors)
 
 

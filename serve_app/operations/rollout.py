@@ -17,7 +17,7 @@ from rich.status import Status
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ModelError
-from serve_app.operations.checks import Node, check_fit, check_keys, needs
+from serve_app.operations.checks import A_DRAFTER, Node, check_fit, check_keys, needs
 from serve_app.operations.deploying import StartError, deploy, is_running, serve_details, withdraw
 from serve_app.operations.local import READY_TIMEOUT_S, drain_requests
 from serve_app.operations.preflight import check_models
@@ -76,8 +76,8 @@ def down(address: str, drain_s: float | None, status: Status) -> None:
 
 def _check_models_on_node(config: SlipstreamConfig, nodes: Iterable[Node]) -> None:
     """Checks the models on a node that can hold a drafter, since the calling machine may lack them."""
-    drafter = needs(config)[1]
-    drafter_node = next((node for node in nodes if drafter.fits(node)), None)
+    drafters = [need for need in needs(config) if need.pool == A_DRAFTER]
+    drafter_node = next((node for node in nodes if any(need.fits(node) for need in drafters)), None)
     if drafter_node is None:
         return
     strategy = NodeAffinitySchedulingStrategy(drafter_node.node_id, soft=False)

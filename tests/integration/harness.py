@@ -32,8 +32,8 @@ from cluster.trust import PeerRole
 from cluster.verification.scheduler import VerificationLimits
 from cluster.verification.step import Outcome, StateRead, StepPlan
 from protos.codec import Decoded
-from protos.messages import Attach, Close, Open, Sampling, StatesFormat
-from serve_app.router import Identity, Router, RouterLimits
+from protos.messages import Attach, Close, Identity, Open, Sampling, StatesFormat
+from serve_app.router import Router, RouterLimits
 from tests.lossless.states import LAYOUT, ReadingMethod, RememberingRunner
 from tests.session_events import events_of
 from tests.static_membership import StaticMembership
@@ -266,12 +266,11 @@ async def cluster(
         drafter = Drafter(
             wrap_method(method),
             DrafterLimits(vocabulary, context, sessions, layout, NO_BOUNDS if reading is None else reading.bounds),
-            IDENTITY.vocabulary,
-            IDENTITY.target_model,
+            {"": IDENTITY},
             draft_ahead=not lock_step,
             access=TargetAccess(
                 credentials=credentials_of(trust, PeerRole.DRAFTER),
-                known=None if dials_any else lambda: frozenset(replicas),
+                known=None if dials_any else lambda _: frozenset(replicas),
             ),
             tracer=tracer("drafter"),
         )

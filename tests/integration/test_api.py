@@ -21,7 +21,7 @@ from protos.messages import Acceptance, Finish, Scoring, TokenScore
 from serve_app.api.fields import parse
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
-from serve_app.api.routes import create_api
+from serve_app.api.routes import ModelService, create_api
 from serve_app.api.text import TextCodec
 from tests.asgi_front import byte_codec, config_of
 from tests.scripted_generator import STALL, Script, ScriptedGenerator
@@ -132,7 +132,7 @@ async def front(shared: SharedServer) -> AsyncIterator[Front]:
     async def ready() -> HealthReport:
         return HealthReport(status="ok" if health["ready"] else "unavailable", audit="ok")
 
-    shared.doorway.leads_to = create_api(generator, codec, config, metrics, ready)
+    shared.doorway.leads_to = create_api([ModelService(generator, codec, config)], config, metrics, ready)
     front = Front(shared.url, generator, codec, metrics, health, shared.openai, shared.http)
     yield front
     await front.is_idle()

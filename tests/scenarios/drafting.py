@@ -69,6 +69,7 @@ FIELDS: dict[str, Callable[[str], Any]] = {
     "least_chance": float,
     "max_len": int,
     "max_tokens": int,
+    "model": str,
     "outcome": read_tokens,
     "shape": lambda word: Shape[word.upper()],
     "target_address": str,

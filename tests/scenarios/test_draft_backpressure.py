@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.scenarios.drafting import Drafter
+from tests.scenarios.drafting import LIMITS, Drafter
 
 ENOUGH_ROUNDS = 80  # shortly before the session's text reaches its limit
 
@@ -154,3 +154,47 @@ def test_verdicts_check_the_first_tokens_of_blocks(token, confidence, shown):
         drafter.do(f"t1: Step s {text} +7")
         text += ",7"
     assert drafter.do("show checked correct") == [shown]
+
+
+FULL = '"this drafter is full, and another model has fewer sessions"'
+
+
+def test_a_full_drafter_divides_its_sessions_evenly_among_models():
+    """A newcomer takes the place of a session of the model with the most, until both have the same number."""
+    drafter = Drafter()
+    for session in range(LIMITS.max_sessions):
+        drafter.do(f"router#1: Open s{session} 1,2 model=large")
+    for session in range(LIMITS.max_sessions // 2):
+        drafter.run(f"""
+            router#2: Open t{session} 1,2 model=small target_address=t2
+                router#1 <- Refusal s{session} attempt=1 overloaded {FULL}
+                t1 <- Detach s{session}
+                t2 <- Attach t{session} 1,2
+        """)
+    full = f'"this drafter is full with {LIMITS.max_sessions} sessions"'
+    drafter.run(f"""
+        router#2: Open more 1,2 model=small -> router#2 <- Refusal more attempt=1 overloaded {full}
+        router#1: Open more 1,2 model=large -> router#1 <- Refusal more attempt=1 overloaded {full}
+        router#1: Open long 1,2 model=third max_len=999
+            router#1 <- Refusal long attempt=1 invalid "max_len is 999, expected at most 100, the drafter's context"
+    """)
+
+
+def test_sessions_are_given_up_by_the_model_with_the_most():
+    drafter = Drafter()
+    for session in ("a", "b", "c", "d"):
+        drafter.do(f"router#1: Open {session} 1,2 max_len=90 model={'small' if session == 'a' else 'large'}")
+    refusal, _ = overtaken(drafter, "a", "b", "c", "d")
+    assert refusal.split()[3] in ("b", "c", "d")
+
+
+def test_a_session_at_another_models_target_is_refused():
+    known = {"large": frozenset({"t1"}), "small": frozenset({"t2"})}
+    drafter = Drafter(known_targets=lambda model: known.get(model, frozenset()))
+    why = '"target_address is not known yet; retry"'
+    drafter.run(f"""
+        router#1: Open a 1,2 model=large -> t1 <- Attach a 1,2
+        router#2: Open b 1,2 model=small -> router#2 <- Refusal b attempt=1 overloaded {why}
+        router#2: Open b 1,2 model=other target_address=t2 -> router#2 <- Refusal b attempt=1 overloaded {why}
+        router#2: Open b 1,2 model=small target_address=t2 -> t2 <- Attach b 1,2
+    """)

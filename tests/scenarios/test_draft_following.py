@@ -267,7 +267,7 @@ def test_refusals_give_the_reason():
 
 def test_a_session_at_an_unknown_target_is_refused_until_the_target_is_known(caplog):
     known = {"t1"}
-    drafter = Drafter(known_targets=lambda: frozenset(known))
+    drafter = Drafter(known_targets=lambda _: frozenset(known))
     drafter.run("""
         router#1: Open a 1,2 -> t1 <- Attach a 1,2
         # The drafter's membership may lag behind the router's, so the router may retry.
@@ -288,7 +288,7 @@ def test_a_session_at_an_unknown_target_is_refused_until_the_target_is_known(cap
 
 def test_a_target_that_is_no_longer_listed_is_drafted_for_while_it_serves():
     known = {"t1"}
-    drafter = Drafter(known_targets=lambda: frozenset(known))
+    drafter = Drafter(known_targets=lambda _: frozenset(known))
     drafter.run("""
         router#1: Open a 1,2 -> t1 <- Attach a 1,2
     """)

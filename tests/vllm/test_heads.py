@@ -29,8 +29,8 @@ from cluster.routing.membership import Endpoint, Members
 from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
-from protos.messages import Acceptance, Sampling
-from serve_app.router import Identity, Router, RouterLimits
+from protos.messages import Acceptance, Identity, Sampling
+from serve_app.router import Router, RouterLimits
 from tests.session_events import events_of
 from tests.static_membership import StaticMembership
 from tests.vllm.cases import config, limits, on_own_engine
@@ -148,7 +148,7 @@ async def pair(
     engine = ThreadEngine(core)
     names = (IDENTITY.vocabulary, IDENTITY.target_model)
     replica = TargetReplica(engine, taken, *names, 300, ReferenceLoop(), memory=core.memory)
-    drafter = Drafter(method, bounds, *names, draft_ahead=False)
+    drafter = Drafter(method, bounds, {"": IDENTITY}, draft_ahead=False)
     servers = [await serve_target(replica, "127.0.0.1"), await serve_drafter(drafter, "127.0.0.1")]
     target, draft = [Endpoint(server.address, server.address) for server in servers]
     audits = Audits(AuditConfig(), "float32", lambda difference: None)

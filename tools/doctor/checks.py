@@ -16,7 +16,7 @@ from rich.text import Text
 from cluster.config import SlipstreamConfig
 from cluster.config_sections import STATE_READERS
 from cluster.trust import PeerRole
-from serve_app.operations.checks import Node, needs, unmet_needs
+from serve_app.operations.checks import A_DRAFTER, A_TARGET, Node, needs, unmet_needs
 from serve_app.operations.deploying import RAY_DRAIN, drain_s
 
 
@@ -157,13 +157,15 @@ def _ports(found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
 
 
 def _shared_memory(config: SlipstreamConfig, found: Iterable[NodeFacts], names: dict[str, str]) -> Iterator[str]:
-    ranks = config.target.tensor_parallel
-    target = needs(config)[0]
+    targets = [need for need in needs(config) if need.pool == A_TARGET]
+    pools = [one.config.target for one in config.served]
     for facts in found:
+        fitting = [pool.tensor_parallel for pool, need in zip(pools, targets, strict=True) if need.fits(facts.node)]
+        ranks = max(fitting, default=0)
         name = names[facts.node.node_id]
         has = facts.shared_memory
         store = int(facts.node.resources.get("object_store_memory", 0))
-        wanted = ranks * RANK_SHARED_MEMORY if ranks > 1 and target.fits(facts.node) else 0
+        wanted = ranks * RANK_SHARED_MEMORY if ranks > 1 else 0
         if store > has:
             yield (
                 f"{name} has {has // MIB} MiB in /dev/shm, but Ray's object store of {store // MIB} MiB does not fit"
@@ -198,10 +200,11 @@ def models_needed(config: SlipstreamConfig, node: Node) -> ModelsNeeded:
 
     Drafters read both models, routers read the target, and targets read the target and a head that uses its states.
     """
-    target, drafter, router = needs(config)
-    if drafter.fits(node) or (target.fits(node) and config.draft.model_method in STATE_READERS):
+    fitting = {need.pool for need in needs(config) if need.fits(node)}
+    reads_states = any(one.config.draft.model_method in STATE_READERS for one in config.served)
+    if A_DRAFTER in fitting or (A_TARGET in fitting and reads_states):
         return ModelsNeeded.BOTH
-    return ModelsNeeded.TARGET if target.fits(node) or router.fits(node) else ModelsNeeded.NONE
+    return ModelsNeeded.TARGET if fitting else ModelsNeeded.NONE
 
 
 # ------------------------------------------------------------ how Ray was started

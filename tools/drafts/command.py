@@ -4,7 +4,6 @@ Also formats the output of `inspect` as a terminal table and as JSON.
 """
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,7 +87,7 @@ def measure(
     plot: Annotated[Path | None, typer.Option(metavar="OUT", help="Write an SVG chart to this file.")] = None,
 ) -> None:
     """Measures several drafts in this process, on the same answers of one target, under Gumbel coupling."""
-    from cluster.config import load_config
+    from serve_app.cli.main import load_single
     from serve_app.demo_data import BENCH_PROMPTS
     from serve_app.operations.preflight import check_models
     from tools.bench.experiment import read_prompts
@@ -104,7 +103,7 @@ def measure(
 
     if plot is not None:
         require_matplotlib()
-    loaded = [load_config(path, (), os.environ) for path in configs]
+    loaded = [load_single(path, ()) for path in configs]
     comparison = Comparison(
         drafts=named(configs, loaded),
         prompts=tuple(each.prompt for each in read_prompts(prompts or BENCH_PROMPTS)),

@@ -15,7 +15,7 @@ import yaml
 
 from cluster.config import DraftPool, Replicas, SlipstreamConfig, TargetPool, validated
 from cluster.config_sections import PodOptions, TrustConfig
-from cluster.placement import rank_bundle, target_group_options
+from cluster.placement import pools, replica_resources, resources_key, resources_of
 from cluster.trust import PeerRole
 from serve_app.api.proxy_errors import PROXY_ENVIRONMENT
 from serve_app.operations.deploying import RAY_DRAIN, drain_s
@@ -57,18 +57,27 @@ def worker_groups(config: SlipstreamConfig) -> tuple[WorkerGroup, ...]:
         labels={POOL_LABEL: "router"},
         is_spread=True,
     )
-    return (_pool_group("target", config), _pool_group("draft", config), routers)
+    return (*(_pool_group(section, pool, config) for section, pool in pools(config).items()), routers)
 
 
-def pool_labels(name: str, config: SlipstreamConfig) -> dict[str, str]:
+def pool_labels(section: str, pool: TargetPool | DraftPool) -> dict[str, str]:
     """Returns the node labels required by a pool's replicas and set by its worker group."""
-    labels = config.target.resources_per_rank.labels if name == "target" else config.draft.resources.labels
-    return {**labels, POOL_LABEL: name}
+    return {**resources_of(pool).labels, POOL_LABEL: group_name(section)}
+
+
+def group_name(section: str) -> str:
+    """Returns the worker group of a pool: target or draft, followed by the name of one of several pools."""
+    match section.split("."):
+        case ["models", name, kind]:
+            return f"{kind}-{name}"
+        case ["drafts", name]:
+            return f"draft-{name}"
+    return section
 
 
 def scales(config: SlipstreamConfig) -> bool:
     """Returns whether any pool scales, which requires Ray's autoscaler."""
-    return any(pool.replicas.min < pool.replicas.max for pool in (config.target, config.draft))
+    return any(pool.replicas.min < pool.replicas.max for pool in pools(config).values())
 
 
 def grace_s(config: SlipstreamConfig) -> int:
@@ -76,32 +85,23 @@ def grace_s(config: SlipstreamConfig) -> int:
     return drain_s(config) + RAY_ENDS_S
 
 
-def _pool_group(name: str, config: SlipstreamConfig) -> WorkerGroup:
-    pool: TargetPool | DraftPool = config.target if name == "target" else config.draft
-    pods = config.kubernetes.target if name == "target" else config.kubernetes.draft
-    reserved = _reserved(pool)
-    least = _pods_for(pool.replicas.min, pods.replicas)
+def _pool_group(section: str, pool: TargetPool | DraftPool, config: SlipstreamConfig) -> WorkerGroup:
+    name = group_name(section)
+    is_draft = isinstance(pool, DraftPool)
+    options = config.kubernetes
+    pods = options.pools.get(name, options.draft if is_draft else options.target)
+    reserved = Counter(replica_resources(pool))
     return WorkerGroup(
         name,
-        PeerRole.TARGET if name == "target" else PeerRole.DRAFTER,
+        PeerRole.DRAFTER if is_draft else PeerRole.TARGET,
         pods,
         cpus=math.ceil(pods.replicas * reserved["CPU"]),
         gpus=math.ceil(pods.replicas * reserved["GPU"]),
-        least=least,
+        least=_pods_for(pool.replicas.min, pods.replicas),
         most=_max_pods(pool.replicas, pods.replicas),
-        labels=pool_labels(name, config),
+        labels=pool_labels(section, pool),
         idle_s=pods.idle_s,
     )
-
-
-def _reserved(pool: TargetPool | DraftPool) -> Counter[str]:
-    """Returns the resources that one replica reserves on its node."""
-    if isinstance(pool, DraftPool):
-        return Counter(rank_bundle(pool.resources))
-    total: Counter[str] = Counter()
-    for bundle in target_group_options(pool)["placement_group_bundles"]:
-        total.update(bundle)
-    return total
 
 
 def _pods_for(replicas: int, per_pod: int) -> int:
@@ -243,6 +243,20 @@ def ray_service(config: SlipstreamConfig, image: str) -> Json:
     }
 
 
+def disruption_budgets(config: SlipstreamConfig) -> Iterable[Json]:
+    """Yields a budget for each of several target pools; the component has those of a single model."""
+    if not config.models or "disruption-budget" not in config.kubernetes.components:
+        return
+    for group in worker_groups(config):
+        if group.role is PeerRole.TARGET:
+            yield {
+                "apiVersion": "policy/v1",
+                "kind": "PodDisruptionBudget",
+                "metadata": {"name": f"{NAME}-{group.name}"},
+                "spec": {"minAvailable": 1, "selector": {"matchLabels": {**LABELS, "ray.io/group": group.name}}},
+            }
+
+
 def serve_config(config: SlipstreamConfig) -> Json:
     """Returns the input of `serve deploy`. Routers avoid GPU pods, which they would keep from scaling down.
 
@@ -256,11 +270,12 @@ def serve_config(config: SlipstreamConfig) -> Json:
 
 def in_pods(config: SlipstreamConfig) -> SlipstreamConfig:
     """Returns the configuration for pods: adds each pool's labels, and removes keys that do not apply."""
-    given: Json = config.model_dump(
-        mode="json", exclude_defaults=True, exclude={"kubernetes": True, "server": {"host", "port"}}
-    )
-    for pool, resources in (("target", "resources_per_rank"), ("draft", "resources")):
-        given.setdefault(pool, {}).setdefault(resources, {})["labels"] = pool_labels(pool, config)
+    given = config.given(kubernetes=True, server={"host", "port"})
+    for section, pool in pools(config).items():
+        part = given
+        for key in (*section.split("."), resources_key(pool)):
+            part = part.setdefault(key, {})
+        part["labels"] = pool_labels(section, pool)
     return validated(given)
 
 

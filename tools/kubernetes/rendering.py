@@ -17,6 +17,7 @@ import yaml
 from cluster.config import SlipstreamConfig
 from cluster.config_sections import PodOptions
 from cluster.errors import ConfigError
+from cluster.placement import pools, resources_key, resources_of
 from serve_app.operations.checks import is_guarded, missing_keys
 from tools.kubernetes.ray_service import (
     CLAIM,
@@ -26,6 +27,7 @@ from tools.kubernetes.ray_service import (
     TOKEN_SECRET,
     Json,
     container,
+    disruption_budgets,
     ray_service,
     template,
 )
@@ -46,7 +48,7 @@ def weights_volume(config: SlipstreamConfig, image: str) -> list[Json]:
 
 def downloads(config: SlipstreamConfig) -> list[str]:
     """Returns the models with Hugging Face ids; models given by path are already on the volume."""
-    names = [config.model.target, *([config.draft.model] if config.draft.model else [])]
+    names = [name for one in config.served for name in (one.config.model.target, one.config.draft.model) if name]
     return [name for name in dict.fromkeys(names) if not PurePosixPath(name).is_absolute()]
 
 
@@ -127,7 +129,7 @@ def rendered(config: SlipstreamConfig, source: str, shared: Path = OVERLAYS) -> 
     assert image is not None, "checked"
     documents = {
         "models.yaml": weights_volume(config, image),
-        "rayservice.yaml": [ray_service(config, image)],
+        "rayservice.yaml": [ray_service(config, image), *disruption_budgets(config)],
         "kustomization.yaml": [_kustomization(config, shared)],
     }
     return {name: _text(parts, source) for name, parts in documents.items()}
@@ -168,8 +170,8 @@ def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
 
 def _pool_faults(config: SlipstreamConfig) -> Iterable[str]:
     """Finds requirements that KubeRay's autoscaler ignores; it only considers a group's CPUs, GPUs and labels."""
-    pools = {"target.resources_per_rank": config.target.resources_per_rank, "draft.resources": config.draft.resources}
-    for section, resources in pools.items():
+    for name, pool in pools(config).items():
+        section, resources = f"{name}.{resources_key(pool)}", resources_of(pool)
         if resources.accelerator_type is not None:
             yield (
                 f"{section}.accelerator_type is {resources.accelerator_type}, which Ray's autoscaler ignores;"

@@ -24,7 +24,7 @@ from cluster.trust import PeerRole
 from protos import speculation_pb2 as pb
 from protos.codec import Decoded, decode
 from protos.draft_tree import DraftTree
-from protos.messages import Close, DraftRequest, Hello, Open, Refusal, RefusalReason, Shape, Verdict, Welcome
+from protos.messages import Close, DraftRequest, Hello, Identity, Open, Refusal, RefusalReason, Shape, Verdict, Welcome
 from protos.prefix import Prefix
 from tests.toys import ToyRunner
 from tests.unit.cluster.samples import KEY, an_open
@@ -79,7 +79,7 @@ def a_drafter(
     method: Any, draft_ahead: bool = False, clock: Callable[[], float] = time.monotonic, **more: Any
 ) -> Drafter:
     access: Any = TargetAccess(credentials=HangingCredentials())  # type: ignore[arg-type]
-    return Drafter(method, LIMITS, "v", "m", draft_ahead, clock, **{"access": access} | more)
+    return Drafter(method, LIMITS, {"": Identity("v", "m")}, draft_ahead, clock, **{"access": access} | more)
 
 
 @asynccontextmanager
@@ -118,7 +118,9 @@ async def test_sessions_that_change_while_pages_come_back_find_some():
 
 async def test_only_known_targets_are_dialed():
     nowhere: Any = HangingCredentials()
-    drafter = a_drafter(InterruptedMethod(), access=TargetAccess(credentials=nowhere, known=lambda: frozenset({"t1"})))
+    drafter = a_drafter(
+        InterruptedMethod(), access=TargetAccess(credentials=nowhere, known=lambda _: frozenset({"t1"}))
+    )
     stream, outbox = drafter.router_up(Hello("router", "v", "m"))
     drafter.receive(stream, Decoded((to_open("a"), replace(to_open("b"), target_address="t2"))))
     await until(lambda: nowhere.dialed)

@@ -117,7 +117,8 @@ def test_a_config_cannot_be_changed_afterwards():
             "draft.eagle.output_nrom: unknown key; did you mean output_norm?",
         ),
         ({"server": {"audit": {"zzz": 1}}}, "server.audit.zzz: unknown key; expected one of share, "),
-        ({"models": {}}, "models: unknown key; did you mean model? expected one of model, target, draft,"),
+        ({"modell": {}}, "modell: unknown key; did you mean model? expected one of model, target, draft,"),
+        ({"models": {"a": {"target": {"vlm": 1}}}}, "models.a.target.vlm: unknown key; did you mean vllm?"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_known_ones(section, expected):
@@ -147,6 +148,8 @@ def test_unknown_keys_are_reported_in_every_section(path):
 
 def test_every_key_has_a_place_in_the_schema():
     assert set(SlipstreamConfig.model_json_schema()["properties"]) == {
+        "models",
+        "drafts",
         "model",
         "target",
         "draft",
@@ -282,3 +285,74 @@ def test_an_unlearnable_draft_is_refused(draft, why):
         DraftPool.model_validate({"model": "head"} | draft)
     for method in ("eagle", "medusa", "mlp_speculator"):
         assert DraftPool.model_validate({"method": method, "model": "head", "learning": LEARNING}).learning is not None
+
+
+NAMED = {"model": {"target": "t", "served_name": "x"}}
+TWO = {
+    "models": {
+        "large": {"model": {"target": "org/Large"}, "target": {"tensor_parallel": 2}},
+        "small": {"model": {"target": "org/Small", "served_name": "org/Small"}, "draft": "cheap"},
+    },
+    "draft": {"method": "suffix"},
+    "drafts": {"cheap": {"method": "ngram"}},
+}
+
+
+def test_a_single_model_is_a_list_of_one():
+    config = validated(SMALLEST)
+    assert [(one.config, one.target, one.drafter) for one in config.served] == [(config, "Target", "Drafter")]
+
+
+def test_each_of_several_models_is_configured_as_if_alone():
+    config = validated(TWO)
+    alone = [
+        validated({"model": {"target": "org/Large", "served_name": "large"}, "draft": {"method": "suffix"}}
+                  | {"target": {"tensor_parallel": 2}}),
+        validated({"model": TWO["models"]["small"]["model"], "draft": {"method": "ngram"}}),
+    ]  # fmt: skip
+    assert [one.config for one in config.served] == alone
+    assert [(one.target, one.drafter) for one in config.served] == [
+        ("Target-large", "Drafter"),
+        ("Target-small", "Drafter-cheap"),
+    ]
+    assert config.served_names == ("large", "org/Small")
+    assert config.model == alone[0].model, "code for a single model serves the first one"
+
+
+def test_models_of_one_pool_share_its_drafters():
+    models = {name: {"model": {"target": name}} for name in ("a", "b")}
+    config = validated({"models": models, "draft": {"method": "ngram"}})
+    assert config.pools == {"Drafter": tuple(one.config for one in config.served)}
+
+
+def test_the_given_settings_make_the_same_configuration():
+    for data in (SMALLEST, TWO):
+        assert validated(validated(data).given()) == validated(data)
+
+
+def test_paths_and_overrides_of_several_models(tmp_path):
+    (tmp_path / "folder").mkdir()
+    overrides = ["models.small.model.target=./folder", "models.large.target.tensor_parallel=4"]
+    large, small = (one.config for one in load_config(written(tmp_path, TWO), overrides).served)
+    assert (small.model.target, large.target.tensor_parallel) == (str(tmp_path / "folder"), 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model": {"target": "x"}}, "model: a configuration with models has this below models.NAME"),
+        ({"drafts": {}}, "models use draft pools cheap, which are missing in drafts"),
+        ({"drafts": {"cheap": {"method": "ngram"}, "idle": {"method": "ngram"}}}, "drafts.idle is the draft pool of"),
+        ({"models": {"a": NAMED, "b": NAMED}, "drafts": {}}, "several models are served as x"),
+        ({"server": {"served_names": ["x"]}}, "server.served_names names a single model"),
+        ({"models": {"Large": {"model": {"target": "t"}}}}, "models.Large.[key]: String should match pattern"),
+        ({"models": {"a": {"model": {"target": "t"}}, "b": {"model": {"target": "u"}}},
+          "draft": {"method": "medusa", "model": "h"}, "drafts": {}}, "draft serves several models, but method medusa"),
+        ({"models": {"a": {"model": {"target": "t"}, "speculation": {"acceptance": "rejection"},
+                           "target": {"engine": "vllm", "cache_per_rank": {"gib": 1}}}}, "drafts": {}},
+         "speculation.acceptance is rejection, but vLLM"),
+    ],
+)  # fmt: skip
+def test_contradictions_between_models_are_refused(change, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        validated(TWO | change)

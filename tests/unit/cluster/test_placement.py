@@ -7,7 +7,15 @@ import pytest
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from cluster.autoscaling import as_numbers
-from cluster.config import DraftPool, DraftReplicas, Resources, TargetPool, TargetReplicas
+from cluster.config import (
+    DraftPool,
+    DraftReplicas,
+    Resources,
+    ServedModel,
+    SlipstreamConfig,
+    TargetPool,
+    TargetReplicas,
+)
 from cluster.placement import (
     ALONE_POLICY,
     AUTOSCALING_POLICY,
@@ -17,6 +25,12 @@ from cluster.placement import (
     scaling_settings,
     target_group_options,
 )
+
+
+def served(**pools: TargetPool | DraftPool) -> ServedModel:
+    (one,) = SlipstreamConfig(**{"model": {"target": "t"}, "draft": {"method": "suffix"}} | pools).served
+    return one
+
 
 GPU = Resources(num_cpus=2, num_gpus=0.5, accelerator_type="L4", custom={"rack": 1}, labels={"zone": "a"})
 
@@ -58,7 +72,7 @@ def test_bounds_and_settings_reach_the_policy():
     scaled = bounds(pool.replicas)
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (0, 4)
     assert (scaled["upscale_delay_s"], scaled["downscale_delay_s"]) == (0, 0), "delays are the policy's"
-    assert scaling_settings(TargetPool(), pool)["draft"] == {
+    assert scaling_settings(served(draft=pool))["Drafter"] == {
         "sessions_per_replica": 6,
         "per_target": None,
         "up_delay_s": 10,
@@ -75,7 +89,7 @@ def test_a_pool_of_fixed_size_reports_too():
 @pytest.mark.parametrize(("asked", "aim"), [(None, 8), (6.0, 6)], ids=["half of max_sessions", "configured"])
 def test_desired_sessions_per_target_replica(asked: float | None, aim: float):
     pool = TargetPool(max_sessions=16, replicas=TargetReplicas(sessions_per_replica=asked))
-    settings = scaling_settings(pool, DraftPool(method="suffix"))["target"]
+    settings = scaling_settings(served(target=pool))["Target"]
     assert (settings["sessions_per_replica"], settings["max_sessions"]) == (aim, 16)
 
 
@@ -84,7 +98,7 @@ def test_serve_receives_the_policies_by_value():
     """Serve's controller may lack this package, so unpickling must not import it."""
     alone = AutoscalingConfig(**bounds(TargetReplicas()), policy=ALONE_POLICY).policy.get_serialized_policy_def()
     both = AutoscalingPolicy(**AUTOSCALING_POLICY).get_serialized_policy_def()
-    settings = as_numbers(scaling_settings(TargetPool(), DraftPool(method="suffix")))
+    settings = as_numbers(scaling_settings(served()))
     code = f"""if True:
         import pickle, sys
         alone, both = pickle.loads({alone!r}), pickle.loads({both!r})

@@ -92,7 +92,7 @@ def built_deployments(service: Json) -> dict[str, Any]:
     (application,) = serve_config(service)["applications"]
     module, _, function = application["import_path"].partition(":")
     router = getattr(import_module(module), function)(application["args"])._bound_deployment
-    return {one.name: one for one in (router, *(pool._bound_deployment for pool in router.init_args[1:]))}
+    return {one.name: one for one in (router, *(pool._bound_deployment for pool in router.init_args[1].values()))}
 
 
 def pool_groups(service: Json) -> list[tuple[Json, dict[str, float], int, int]]:

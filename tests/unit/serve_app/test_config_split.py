@@ -209,3 +209,23 @@ def test_the_application_is_built_without_a_node_for_drafters(labels: dict[str, 
 def test_autoscaling_policies_are_not_part_of_the_deployments() -> None:
     told = deployments(validated(CONFIG))
     assert all("policy" not in told[name]["autoscaling_config"] for name in ("Target", "Drafter"))
+
+
+def test_the_parts_of_several_models_add_up_to_the_configuration() -> None:
+    """Sizes and rules of scaling never reach the shared part."""
+    target = {"max_sessions": 8, "replicas": {"max": 2}}
+    models = {
+        "a": {"model": {"target": "owner/a"}, "target": target},
+        "b": {"model": {"target": "owner/b"}, "draft": "named"},
+    }
+    drafts = {"named": {"method": "suffix", "max_sessions": 9}}
+    config = validated({**{key: CONFIG[key] for key in ("draft", "server")}, "models": models, "drafts": drafts})
+    told = deployments(config)
+    assert list(told) == ["Target-a", "Target-b", "Drafter", "Drafter-named", "Router"]
+    shared = validated(shared_config(config))
+    for before, after in zip(config.served, shared.served, strict=True):
+        drafter = with_own_part(after.config, told[after.drafter]["ray_actor_options"]["runtime_env"]["env_vars"])
+        sizes = {"replicas": before.config.draft.replicas}
+        assert drafter.draft.model_copy(update=sizes) == before.config.draft
+        assert (after.target, after.drafter, after.config.model) == (before.target, before.drafter, before.config.model)
+        assert after.config.target.replicas == TargetPool().replicas

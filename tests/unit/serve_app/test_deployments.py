@@ -11,7 +11,8 @@ import pytest
 from cluster.config import CacheConfig, SpeculationConfig, TargetPool, TargetReplicas, validated
 from cluster.errors import EngineError, ModelError
 from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
-from serve_app import deployments, startup
+from serve_app import deployments, routed_model, startup
+from serve_app.api import template_process
 from serve_app.app import application
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment, pacing_policy
 from serve_app.startup import engine_of
@@ -39,15 +40,15 @@ def test_serves_queue_is_limited_and_answered_like_the_router() -> None:
 
 def test_drafters_and_routers_share_the_target_pool() -> None:
     config = validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}})
-    _, targets, drafters = application(config)._bound_deployment.init_args
-    assert drafters._bound_deployment.init_args[1] is targets
+    _, pools = application(config)._bound_deployment.init_args
+    assert pools["Drafter"]._bound_deployment.init_args[1] == {"toy": pools["Target"]}
 
 
 @pytest.mark.parametrize(("log_format", "expected"), [("text", None), ("json", {"encoding": "JSON"})])
 def test_the_log_format_applies_to_all_replicas(log_format: str, expected: dict[str, str] | None) -> None:
     config = validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}, "server": {"log_format": log_format}})
     router = application(config)._bound_deployment
-    replicas = [router, *(pool._bound_deployment for pool in router.init_args[1:])]
+    replicas = [router, *(pool._bound_deployment for pool in router.init_args[1].values())]
     assert [one.name for one in replicas] == ["Router", "Target", "Drafter"]
     for one in replicas:
         encoding = None if one.logging_config is None else {"encoding": one.logging_config["encoding"]}
@@ -68,39 +69,45 @@ def test_replicas_use_the_engine_of_their_pool(engine: str, of_replicas: list[st
 
 
 CONFIG = validated({"model": {"target": "toy"}, "draft": {"method": "ngram"}})
-POOLS = (MagicMock(), MagicMock())
+POOLS = {"Target": MagicMock(), "Drafter": MagicMock()}
 ends_once = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # Python calls `__del__` again
 
 
 @ends_once
 @pytest.mark.parametrize(
-    ("deployment", "pools", "module"),
-    [(TargetDeployment, (), startup), (DraftDeployment, POOLS[:1], startup), (RouterDeployment, POOLS, deployments)],
+    ("deployment", "arguments", "module"),
+    [
+        (TargetDeployment, (CONFIG,), startup),
+        (DraftDeployment, ([CONFIG], {"toy": POOLS["Target"]}), startup),
+        (RouterDeployment, (CONFIG, POOLS), routed_model),
+    ],
 )
-async def test_a_replica_that_failed_at_startup_closes_nothing(deployment: Any, pools: Any, module: Any) -> None:
+async def test_a_replica_that_failed_at_startup_closes_nothing(deployment: Any, arguments: Any, module: Any) -> None:
     replica = deployment.__new__(deployment)  # like Serve, which calls `__del__` even after a failed start
     with (
         patch.object(module, "local_folder", side_effect=ModelError("no such model")),
+        patch.object(template_process, "TemplateProcess"),
         patch.object(deployments, "serve"),
         pytest.raises(ModelError),
     ):
-        await replica.__init__(CONFIG, *pools)
+        await replica.__init__(*arguments)
     await replica.__del__()
 
 
 @ends_once
-@pytest.mark.parametrize(("deployment", "pools"), [(TargetDeployment, ()), (DraftDeployment, POOLS[:1])])
-async def test_a_hanging_download_times_out(deployment: Any, pools: Any) -> None:
+@pytest.mark.parametrize("deployment", [TargetDeployment, DraftDeployment])
+async def test_a_hanging_download_times_out(deployment: Any) -> None:
     hung = threading.Event()
     replica = deployment.__new__(deployment)
     limits = {"start_timeout_s": 1e-3}
     config = validated({"model": {"target": "toy"}, "target": limits, "draft": {"method": "ngram", **limits}})
+    arguments = (config,) if deployment is TargetDeployment else ([config], {"toy": POOLS["Target"]})
     with (
         patch.object(startup, "local_folder", side_effect=lambda *_: hung.wait()),
         patch.object(deployments, "serve"),
         pytest.raises(EngineError, match=r"start_timeout_s"),
     ):
-        await replica.__init__(config, *pools)
+        await replica.__init__(*arguments)
     hung.set()
     await replica.__del__()
 
@@ -161,7 +168,9 @@ def test_a_trainer_is_deployed_only_where_the_draft_learns():
     draft = {"method": "draft_model", "model": "models/draft"}
     learning = draft | {"learning": {"folder": "/learning", "resources": {"num_cpus": 2}}}
     model = {"target": "models/target"}
-    assert len(application(validated({"model": model, "draft": draft}))._bound_deployment.init_args) == 3
-    *_, trainer = application(validated({"model": model, "draft": learning}))._bound_deployment.init_args
+    _, pools = application(validated({"model": model, "draft": draft}))._bound_deployment.init_args
+    assert list(pools) == ["Target", "Drafter"]
+    _, pools = application(validated({"model": model, "draft": learning}))._bound_deployment.init_args
+    trainer = pools["Trainer"]
     assert trainer._bound_deployment.name == "Trainer"
     assert trainer._bound_deployment.ray_actor_options["num_cpus"] == 2

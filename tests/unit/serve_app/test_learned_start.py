@@ -74,7 +74,7 @@ def add(config: SlipstreamConfig, edit: Callable[[Path], object] = unchanged, ta
 
 def started(config: SlipstreamConfig) -> tuple[int, float | None]:
     """Returns the version and the published acceptance of a new drafter."""
-    drafter = start_drafter(config)
+    drafter = start_drafter([config])
     return drafter.version, drafter.first_token_acceptance
 
 
@@ -102,7 +102,7 @@ def test_a_broken_configured_draft_fails_the_start(config: SlipstreamConfig, tmp
     add(config)
     cut_off(tmp_path / "draft")
     with pytest.raises(ModelError):
-        start_drafter(config)
+        start_drafter([config])
 
 
 def test_a_draft_that_does_not_learn_has_no_versions() -> None:
@@ -165,7 +165,7 @@ class Serving:
 async def test_a_corrupt_version_promoted_by_hand_leaves_the_weights_in_use(
     fault: str, config: SlipstreamConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drafter = start_drafter(config)
+    drafter = start_drafter([config])
     assert drafter.learned is not None
     assert isinstance(drafter.method, ExchangesWeights)
     reload = DraftReload(drafter.learned, drafter.method, Serving())

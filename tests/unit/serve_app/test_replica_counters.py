@@ -16,6 +16,7 @@ from cluster.config import AuditConfig
 from cluster.draft_quality import kind_of
 from cluster.drafting.session_table import DrafterLimits
 from cluster.verification.scheduler import VerificationLimits
+from protos.messages import Identity
 from serve_app.publishing.ray_mirror import RayMirror
 from serve_app.replica_counters import (
     CAUSE_LABEL,
@@ -75,6 +76,9 @@ class Clock:
         return self.now
 
 
+MODELS = {"": Identity("v", "m")}
+
+
 def a_target(clock: Clock) -> TargetReplica:
     executor: Any = None  # never computes
     limits = VerificationLimits(vocabulary=50, max_context=100, max_sessions=4, max_step_tokens=64)
@@ -119,7 +123,7 @@ def test_target_counts(clock: Clock) -> None:
 
 def test_drafter_counts(clock: Clock) -> None:
     method = NgramDraft(3, 2)
-    drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
+    drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), MODELS, clock=clock)
     drafter.scheduler.counts.update(guess_hit=3, guess_miss=1, passes=5, passes_ahead=4, overtaken=2)
     counts = drafter_counts(drafter)
     assert counts["slipstream_guesses"] == {"hit": 3, "miss": 1}
@@ -145,7 +149,7 @@ def test_positions_are_counted_by_kind_of_block(clock: Clock) -> None:
 
 def test_every_family_has_a_description(clock: Clock) -> None:
     method = NgramDraft(3, 2)
-    drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), "v", "m", clock=clock)
+    drafter = Drafter(method, DrafterLimits(vocabulary=50, max_context=100, max_sessions=4), MODELS, clock=clock)
     target = {*target_counts(a_target(clock), "m"), *attention_counts([])}
     of_drafter = {**drafter_counts(drafter), **version_counts({}), **kept_states_counts({})}
     assert {*target, *of_drafter, *audit_counts(AUDITS), *routed_counts({}), *example_counts({})} == HELP.keys()

@@ -12,8 +12,8 @@ from cluster.errors import CapacityError, DrainingError
 from cluster.routing.membership import Members
 from cluster.routing.session_router import SessionRouter
 from protos.codec import Decoded, Malformed
-from protos.messages import Refusal, RefusalReason
-from serve_app.router import Identity, Router, RouterLimits
+from protos.messages import Identity, Refusal, RefusalReason
+from serve_app.router import Router, RouterLimits
 from tests.session_events import events_of
 from tests.static_membership import StaticMembership
 from tests.toys import a_generation

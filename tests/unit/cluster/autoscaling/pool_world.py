@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from cluster.autoscaling import DRAFT, POOLS, TARGET, DraftReport, Observed, PoolsPolicy, TargetReport, as_numbers
+from cluster.autoscaling import DRAFTER, TARGET, DraftReport, Observed, PoolsPolicy, TargetReport, as_numbers
 
 LOOK_BACK_S = 10
 TOKENS = 200  # per answer
@@ -170,12 +170,11 @@ class PoolWorld:
         self.finished += len(left) - len(self._decoding)
 
     def _scale(self) -> None:
-        pools = {TARGET: self.targets, DRAFT: self.drafters}
-        settings = {"Target": as_numbers({kind: pool.scaling for kind, pool in pools.items()}), "Drafter": {}}
-        seen = {name: pools[kind].observed(name, self.now, settings[name]) for name, kind in POOLS.items()}
+        pools = {TARGET: self.targets, DRAFTER: self.drafters}
+        settings = {TARGET: as_numbers({name: pool.scaling for name, pool in pools.items()}), DRAFTER: {}}
+        seen = {name: pool.observed(name, self.now, settings[name]) for name, pool in pools.items()}
         sizes, states = self._policy(seen)
-        for name, kind in POOLS.items():
-            pool = pools[kind]
+        for name, pool in pools.items():
             pool.resize(sizes[name], self.now, self._start_s)
             pool.state = states[name]
             pool.sizes.append(pool.size)

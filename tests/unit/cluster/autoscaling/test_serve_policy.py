@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.autoscaling import (
-    DRAFT,
+    DRAFTER,
     TARGET,
     DraftReport,
     DraftScaling,
@@ -23,7 +23,7 @@ AT_ONCE = {"up_delay_s": 0.0, "down_delay_s": 0.0}
 TARGETS = TargetScaling(sessions_per_replica=8, max_sessions=16, first_token_s=2.0, **AT_ONCE)
 DRAFTERS = DraftScaling(sessions_per_replica=32, per_target=None, **AT_ONCE)
 COUPLED = DraftScaling(sessions_per_replica=32, per_target=2.0, **AT_ONCE)
-SETTINGS = as_numbers({TARGET: asdict(TARGETS), DRAFT: asdict(DRAFTERS)})
+SETTINGS = as_numbers({TARGET: asdict(TARGETS), DRAFTER: asdict(DRAFTERS)})
 
 
 def observed(
@@ -50,7 +50,7 @@ def targets(
     *reports: TargetReport, scaling: TargetScaling = TARGETS, drafts: DraftScaling = DRAFTERS, **more: Any
 ) -> Observed:
     """Returns target replicas that also report the scaling settings of both pools."""
-    settings = as_numbers({TARGET: asdict(scaling), DRAFT: asdict(drafts)})
+    settings = as_numbers({TARGET: asdict(scaling), DRAFTER: asdict(drafts)})
     return observed("Target", *({**asdict(report), **settings} for report in reports), **more)
 
 
@@ -115,7 +115,7 @@ def test_the_latest_reported_settings_apply() -> None:
 
 def test_differing_settings_are_taken_from_one_replica() -> None:
     small = TargetScaling(sessions_per_replica=1, max_sessions=2, first_token_s=7.0, **AT_ONCE)
-    numbers = [as_numbers({TARGET: asdict(one), DRAFT: asdict(DRAFTERS)}) for one in (TARGETS, small)]
+    numbers = [as_numbers({TARGET: asdict(one), DRAFTER: asdict(DRAFTERS)}) for one in (TARGETS, small)]
     seen = observed("Target", *({**asdict(BUSY), **one} for one in numbers), bounds=(1, 99))
     assert PoolsPolicy()({"T": seen})[0] == {"T": 48}
 
@@ -130,9 +130,23 @@ def test_incomplete_settings_of_a_replica_are_ignored(missing: str) -> None:
 
 @pytest.mark.parametrize("missing", SETTINGS)
 def test_a_pool_without_complete_settings_keeps_its_size_alone(missing: str) -> None:
-    seen = {"target": targets(BUSY, size=2), "draft": drafters(DraftReport(), size=2)}
-    seen["target"].aggregated_metrics[missing].clear()
-    assert PoolsPolicy()(seen)[0] == {"target": 3, "draft": 3} | {missing.partition("_")[0]: 2}
+    seen = {TARGET: targets(BUSY, size=2), DRAFTER: drafters(DraftReport(), size=2)}
+    seen[TARGET].aggregated_metrics[missing].clear()
+    assert PoolsPolicy()(seen)[0] == {TARGET: 3, DRAFTER: 3} | {missing.partition("_")[0]: 2}
+
+
+def test_a_draft_pool_follows_the_sum_of_the_models_that_it_serves() -> None:
+    """Each target pool follows its own load; a pool that reports another draft pool does not count."""
+
+    def model(name: str, drafter: str, undrafted: float, drafts: DraftScaling) -> Observed:
+        settings = as_numbers({name: asdict(TARGETS), drafter: asdict(drafts)})
+        return observed(name, {**asdict(TargetReport(running=undrafted, undrafted=undrafted)), **settings})
+
+    loads = {"Target-a": ("Drafter", 24), "Target-b": ("Drafter", 16), "Target-c": ("Drafter-other", 32)}
+    for drafts, expected in ((DRAFTERS, 2), (COUPLED, 10)):
+        seen = {name: model(name, drafter, load, drafts) for name, (drafter, load) in loads.items()}
+        seen["Drafter"] = drafters(DraftReport(), bounds=(0, 20))
+        assert PoolsPolicy()(seen)[0] == {"Target-a": 3, "Target-b": 2, "Target-c": 4, "Drafter": expected}
 
 
 def test_narrower_bounds_apply_without_reports() -> None:

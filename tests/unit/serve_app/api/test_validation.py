@@ -12,7 +12,6 @@ from cluster.errors import RequestError
 from cluster.routing.ledger import Generation
 from protos.messages import Acceptance, Sampling
 from serve_app.api.request_schemas import GenerationRequest
-from serve_app.api.served_model import UnknownModelError
 from serve_app.api.validation import check_request, resolve, rules_of
 from tests.unit.serve_app.api.sample_requests import chat, completion, refusal_of
 
@@ -171,7 +170,6 @@ def test_prompts_and_limits_beyond_the_context_are_refused(
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (completion(model="other"), "model"),
         (completion(prompt=["x"] * 9), "prompt"),
         (completion(prompt=["x"] * 4, n=3), "n"),
         (chat(n=9), "n"),
@@ -203,11 +201,6 @@ def test_sessions_per_request_are_limited() -> None:
 def test_ignoring_eos_leaves_no_stop_ids() -> None:
     (generation,) = resolved(completion(ignore_eos=True))
     assert generation.stop_ids == ()
-
-
-def test_another_model_is_refused() -> None:
-    with pytest.raises(UnknownModelError):
-        resolved(completion(model="other"))
 
 
 def test_earlier_field_names_are_accepted() -> None:

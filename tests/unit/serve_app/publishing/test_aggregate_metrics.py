@@ -43,7 +43,7 @@ def test_vllms_names_have_the_same_values() -> None:
     metrics.prompt(7)
     text = exposition([metrics.families()]).decode()
     assert 'vllm:prompt_tokens_total{model_name="toy"} 7.0' in text
-    assert "slipstream_prompt_tokens_total 7.0" in text
+    assert 'slipstream_prompt_tokens_total{model="toy"} 7.0' in text
     assert 'vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="toy"} 0.0' in text
 
 

@@ -163,6 +163,31 @@ def test_the_rendered_configuration_has_labels_and_only_useful_keys() -> None:
     assert again.model == given.model
 
 
+def test_each_pool_of_several_models_has_a_worker_group() -> None:
+    models = {
+        "large": {"model": {"target": "some/Large"}, "target": {"resources_per_rank": {"num_gpus": 4}}},
+        "small": {"model": {"target": "some/Small"}, "draft": "cheap"},
+    }
+    shared = {name: PLAIN[name] for name in ("draft", "trust", "server")}
+    pods = {"image": "a:1", "components": ["disruption-budget"], "pools": {"target-large": {"memory": "99Gi"}}}
+    given = validated({"models": models, "drafts": {"cheap": {"method": "ngram"}}, "kubernetes": pods, **shared})
+    groups = {group.name: group for group in worker_groups(given)}
+    assert list(groups) == ["target-large", "target-small", "draft", "draft-cheap", "router"]
+    assert [groups[name].gpus for name in groups] == [4, 0, 0, 0, 0]
+    assert [groups[name].pods.memory for name in ("target-large", "target-small")] == ["99Gi", "8Gi"]
+    again = in_pods(given)
+    for one in again.served:
+        assert one.config.target.resources_per_rank.labels == {"pool": one.target.lower()}
+        assert one.config.draft.resources.labels == {"pool": one.drafter.lower().replace("drafter", "draft")}
+    assert downloads(given) == ["some/Large", "a/draft", "some/Small"]
+    service, *budgets = yaml.safe_load_all(rendered(given, "c.yaml")["rayservice.yaml"])
+    selected = [one["spec"]["selector"]["matchLabels"]["ray.io/group"] for one in budgets]
+    assert selected == ["target-large", "target-small"]
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    names = ["Target-large", "Target-small", "Drafter", "Drafter-cheap", "Router"]
+    assert [one["name"] for one in application["deployments"]] == names
+
+
 def test_models_on_the_volume_are_not_downloaded() -> None:
     assert downloads(config()) == ["some/model", "a/draft"]
     local = config(model={"target": "/models/mine"}, draft={"model": None, "method": "ngram"})

@@ -6,7 +6,7 @@ from cluster.errors import DrainingError
 from serve_app.api.failures import RefuseWhenStopped
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
-from serve_app.api.routes import create_api
+from serve_app.api.routes import ModelService, create_api
 from serve_app.api.text import TextCodec
 from tests.asgi_front import MODEL, asgi_front, config_of, http_client, stream_data
 from tests.scripted_generator import ScriptedGenerator
@@ -54,12 +54,13 @@ async def test_a_router_that_is_not_ready_is_alive(codec: TextCodec, status: str
     async def health() -> HealthReport:
         return HealthReport.model_validate({"status": status, "audit": "off"})
 
-    app = create_api(ScriptedGenerator(), codec, config_of({"keys": {"a": {"sha256": "0" * 64}}}), Metrics(), health)
+    config = config_of({"keys": {"a": {"sha256": "0" * 64}}})
+    app = create_api([ModelService(ScriptedGenerator(), codec, config)], config, Metrics(), health)
     async with http_client(app) as http:
         assert (await http.get("/health/live")).json() == {"status": "ok"}
         answer = await http.get("/health/ready")
         assert (answer.status_code, answer.json()) == (ready, {"status": status})
-        assert (await http.get("/health")).json() == {"status": status, "audit": "off"}
+        assert (await http.get("/health")).json() == {"status": status, "models": {}, "audit": "off"}
 
 
 async def test_a_stopped_router_answers_every_path_with_503(codec: TextCodec) -> None:

@@ -1,0 +1,131 @@
+"""Router, text handling and state of one served model, in a router process."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+from ray.serve.handle import DeploymentHandle
+
+from actors.learning.examples import ExampleStore, ExampleWriter
+from actors.models.checkpoint import checkpoint_fingerprint, local_folder, vocabulary, vocabulary_fingerprint
+from actors.net.credentials import credentials_of
+from actors.tracing import ServiceTracing
+from cluster.audit import Audits
+from cluster.config import ServedModel
+from cluster.routing.ray_membership import ServeMembership
+from cluster.routing.session_router import PrefixOptions
+from cluster.telemetry import Timeline
+from cluster.trust import PeerRole
+from protos.messages import Identity
+from serve_app.api.metrics import Metrics
+from serve_app.api.routes import ModelService
+from serve_app.api.template_process import TemplateProcess
+from serve_app.api.text import TextCodec
+from serve_app.api.validation import NO_DEFAULTS, load_defaults
+from serve_app.audit_alarm import AuditAlarm
+from serve_app.publishing.aggregate_metrics import with_labels
+from serve_app.publishing.gauges import router_levels
+from serve_app.replica_counters import audit_counts, counted_families, example_counts, routed_counts
+from serve_app.router import Router, RouterLimits
+
+MAX_PREFIX_ADVANTAGE = 0.25  # maximum extra load outweighed by a cached prefix, as a share of a target's slots
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedModel:
+    """One served model in a router process."""
+
+    name: str
+    router: Router
+    service: ModelService
+    examples: Mapping[str, int]  # counts of sessions offered as examples
+
+    def metrics(self) -> Metrics:
+        """Returns new metrics of this model's requests."""
+        sessions = self.router.sessions
+        return Metrics(
+            recoveries=lambda: dict(sessions.recoveries), handovers=lambda: sessions.handovers, model=self.name
+        )
+
+    def families(self) -> Iterator[Metric]:
+        """Yields the router's families, apart from its requests."""
+        counts = {**audit_counts(self.router.audits), **routed_counts(self.router.sessions.routed)}
+        families = chain(
+            counted_families({**counts, **example_counts(self.examples)}),
+            router_levels(self.router.activity, self.name),
+        )
+        return with_labels(families, {"model": self.name})
+
+    def inspect(self) -> dict[str, Any]:
+        """Returns the router's state and counters; `summed` adds those of several models."""
+        router = self.router
+        return {
+            "idle": router.is_idle,
+            "ready": router.is_ready,
+            "refusals": router.refusals,
+            "remedies": dict(router.sessions.recoveries),
+            "routed": dict(router.sessions.routed),
+            "handovers": dict(router.sessions.handovers),
+            "audits": dict(router.audits.counts),
+            "audits_waiting": router.audits.waiting,
+            "widest_near_tie": router.audits.widest_near_tie,
+            "examples": dict(self.examples),
+        }
+
+
+def summed(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Adds up the answers of `RoutedModel.inspect`, and lists the models that reach a target."""
+    states = list(models.values())
+    counts = ("remedies", "routed", "handovers", "audits", "examples")
+    return {
+        "idle": all(one["idle"] for one in states),
+        "ready": all(one["ready"] for one in states),
+        "ready_models": [name for name, one in models.items() if one["ready"]],
+        "refusals": {address: why for one in states for address, why in one["refusals"].items()},
+        **{name: dict(sum((Counter(one[name]) for one in states), Counter[Any]())) for name in counts},
+        "audits_waiting": sum(one["audits_waiting"] for one in states),
+        "widest_near_tie": max(one["widest_near_tie"] for one in states),
+    }
+
+
+def start_model(
+    served: ServedModel,
+    pools: Mapping[str, DeploymentHandle[Any]],
+    ending: AsyncExitStack,
+    tracing: ServiceTracing,
+    timeline: Timeline,
+    render: TemplateProcess,
+    alarm: AuditAlarm,
+) -> RoutedModel:
+    """Creates the router of one model and loads its tokenizer; registers their shutdown on `ending`."""
+    config = served.config
+    folder = local_folder(config.model.target, with_weights=False)
+    identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
+    pool = config.target
+    prefixes = PrefixOptions(pool.cache_per_rank.page_size, MAX_PREFIX_ADVANTAGE * pool.max_sessions)
+    text = TextCodec.load(folder, config.server, render=render, max_context=config.model.max_context)
+    offer, examples = None, Counter[str]()
+    if (learning := config.draft.learning) is not None:
+        writer = ExampleWriter(partial(ExampleStore.of, learning), identity.target_model)
+        ending.push_async_callback(asyncio.to_thread, writer.close)
+        offer, examples = writer.offer, writer.counts
+    router = Router(
+        ServeMembership(pools[served.target], pools[served.drafter]),
+        identity,
+        RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes),
+        Audits(config.server.audit, config.model.dtype, alarm),
+        credentials=credentials_of(config.trust, PeerRole.ROUTER),
+        tracer=tracing.sessions("route"),
+        examples=offer,
+        timeline=timeline,
+    )
+    ending.push_async_callback(router.close)
+    defaults = load_defaults(str(folder)) if config.server.generation_defaults == "model" else NO_DEFAULTS
+    service = ModelService(router, text, config, defaults, identity.target_model, lambda: router.drafts_are_translated)
+    return RoutedModel(served.name, router, service, examples)
