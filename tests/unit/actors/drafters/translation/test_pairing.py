@@ -1,5 +1,6 @@
 """Tests how a draft model's tokens become tokens of a target."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from actors.drafters.registry import create_method
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.registry import DraftSetup, OtherTarget, check_shared_vocabulary, create_method
 from actors.drafters.translation.pairing import Pairing, describe, draft_pairing
-from actors.models.checkpoint import vocabulary
+from actors.models.checkpoint import load_tokenizer, vocabulary
 from cluster.config import DraftPool, ModelConfig, Resources
+from cluster.drafting.method import DraftingMethod
 from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open
 from tests.toy_tokenizers import byte_level, sentence_piece
@@ -107,3 +110,38 @@ def test_a_tokenizer_without_text_is_refused(target: Path, tmp_path: Path) -> No
     draft = a_model(tmp_path, word_level("a b c"))
     with pytest.raises(ModelError, match="cannot be translated"):
         describe(pair(target, draft), target)
+
+
+def method_for(draft: DraftPool, first: Path, second: Path) -> DraftingMethod:
+    """Creates the method for models "" and "second"."""
+    others = {"second": OtherTarget(str(second), vocabulary(second))}
+    return create_method(draft, DraftSetup("float32", 64, 4, vocabulary(first), str(first), others=others))
+
+
+@torch.inference_mode()
+def test_one_method_drafts_for_targets_with_other_tokenizers(target: Path, tmp_path: Path) -> None:
+    """Each session's block consists of tokens of its own target."""
+    second = a_model(tmp_path / "second", byte_level())
+    method = method_for(DraftPool(model=str(a_model(tmp_path / "draft", sentence_piece(40)))), target, second)
+    for model, folder in (("", target), ("second", second)):
+        tokenizer = load_tokenizer(folder)
+        prompt = tuple(tokenizer("the quick brown fox and")["input_ids"])
+        method.open(replace(Open.measured(f"s{model}", prompt, 64, 4), model=model))
+        (proposal,) = method.draft([DraftRequest(f"s{model}", 1, len(prompt), 0, 4)])
+        assert proposal.tokens
+        assert max(proposal.tokens) < len(tokenizer)
+
+
+def test_targets_with_the_drafts_tokenizer_need_no_translation(target: Path, tmp_path: Path) -> None:
+    draft = a_model(tmp_path, sentence_piece(60), rows=999)
+    assert isinstance(method_for(DraftPool(model=str(draft)), target, target), DraftModel)
+
+
+def test_targets_that_cannot_share_a_draft_are_refused(target: Path, tmp_path: Path) -> None:
+    second = a_model(tmp_path / "second", byte_level())
+    draft = a_model(tmp_path / "draft", rows=999)
+    with pytest.raises(ModelError, match=r"has no tokenizer, but its targets have different vocabularies"):
+        method_for(DraftPool(model=str(draft)), target, second)
+    check_shared_vocabulary(DraftPool(method="ngram"), {"a": "1", "b": "2"})
+    with pytest.raises(ModelError, match="the vocabularies of a and b differ, but method suffix"):
+        check_shared_vocabulary(DraftPool(method="suffix"), {"a": "1", "b": "2"})
