@@ -274,9 +274,7 @@ class LearningOptions(Section):
     max_general_loss: float = Field(
         0.03, ge=0, description="promotion: maximum drop in agreement on general conversations"
     )
-    min_sessions: Positive = Field(
-        16, description="promotion: minimum held-out sessions; training waits until twice as many are stored"
-    )
+    min_sessions: Positive = Field(16, description="promotion: minimum held-out sessions; training needs twice as many")
     keep_versions: int = Field(4, ge=2, description="versions kept on disk")
 
 

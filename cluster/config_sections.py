@@ -47,7 +47,7 @@ class DraftModelOptions(Section):
         le=1,
         description="minimum estimated acceptance to extend an awaited block; ignored with rejection sampling",
     )
-    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="probabilities sent per token for rejection sampling")
+    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="probabilities per token for rejection sampling")
 
 
 class NgramOptions(Section):
@@ -105,7 +105,7 @@ class HybridOptions(Section):
 class HeadOptions(Section):
     """Options of methods with a draft head, which reads the target's hidden states."""
 
-    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="probabilities sent per token for rejection sampling")
+    draft_probs_top_k: int = Field(64, ge=1, le=1024, description="probabilities per token for rejection sampling")
     quantization: Literal["none", "int8"] = Field(
         "none",
         description="int8: 8-bit matrix products; CPUs only",
@@ -381,7 +381,7 @@ class KubernetesOptions(Section):
     """Settings used only by `slipstream k8s render`."""
 
     image: str | None = Field(None, description="container image of all pods")
-    components: tuple[Component, ...] = Field((), description="components from k8s/components to deploy")
+    components: tuple[Component, ...] = Field((), description="components to deploy")
     volume: VolumeOptions = VolumeOptions()
     head: PodOptions = PodOptions()
     router: PodOptions = PodOptions()

@@ -547,7 +547,7 @@ class RouterDeployment(_ReplicaDeployment):
         """Returns this router's state and counters, for status and tests."""
         from serve_app.routed_model import summed
 
-        return {"pid": os.getpid(), **summed({one.name: one.inspect() for one in self._models})}
+        return {"pid": os.getpid(), **summed([one.inspect() for one in self._models])}
 
     async def _stop_working(self) -> None:
         tasks = (self._work, self._stop_watch)

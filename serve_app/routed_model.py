@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -79,19 +79,24 @@ class RoutedModel:
         }
 
 
-def summed(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Adds up the answers of `RoutedModel.inspect`, and lists the models that reach a target."""
-    states = list(models.values())
+def summed(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Adds up the answers of `RoutedModel.inspect`; a router is ready once each model reaches a target."""
     counts = ("remedies", "routed", "handovers", "audits", "examples")
     return {
         "idle": all(one["idle"] for one in states),
         "ready": all(one["ready"] for one in states),
-        "ready_models": [name for name, one in models.items() if one["ready"]],
         "refusals": {address: why for one in states for address, why in one["refusals"].items()},
-        **{name: dict(sum((Counter(one[name]) for one in states), Counter[Any]())) for name in counts},
+        **{name: _sums(one[name] for one in states) for name in counts},
         "audits_waiting": sum(one["audits_waiting"] for one in states),
         "widest_near_tie": max(one["widest_near_tie"] for one in states),
     }
+
+
+def _sums(counts: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
+    total = Counter[Any]()
+    for one in counts:
+        total.update(one)  # unlike a sum of counters, keeps zeros
+    return dict(total)
 
 
 def start_model(

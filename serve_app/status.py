@@ -230,13 +230,12 @@ def _percent(share: float | None) -> str:
 
 
 async def endpoint_status(url: str) -> Group:
-    """Returns health, model, counters and prompt versions. Raises EndpointError if the endpoint does not answer."""
+    """Returns health by model, counters and prompt versions. Raises EndpointError if the endpoint does not answer."""
     async with ChatEndpoint.at(url) as endpoint:
         health = await endpoint.health()
-        model = await endpoint.model()
         exposition = await endpoint.exposition()
     versions = versions_table(exposition)
-    whole = _endpoint_table(url, health, model, Counters.parse(exposition))
+    whole = _endpoint_table(url, health, Counters.parse(exposition))
     return Group(whole, *([versions] if versions is not None else []))
 
 
@@ -348,12 +347,13 @@ def _share(part: int, whole: int) -> str:
     return f"{shown(_ratio(part, whole))} ({part} of {whole})"
 
 
-def _endpoint_table(url: str, health: dict[str, Any], model: str, counters: Counters) -> Table:
+def _endpoint_table(url: str, health: dict[str, Any], counters: Counters) -> Table:
     result = table(url, "what", "value")
     tally = counters.tally
-    result.add_row("model", model)
     for name, value in health.items():
-        result.add_row(name, str(value))
+        rows = {f"model {model}": state for model, state in value.items()} if name == "models" else {name: value}
+        for what, shown_value in rows.items():
+            result.add_row(what, str(shown_value))
     result.add_row("running requests", str(counters.running_requests))
     result.add_row("committed tokens", str(tally.tokens))
     result.add_row("drafted, accepted", f"{tally.drafted}, {tally.accepted}")

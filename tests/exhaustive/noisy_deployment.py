@@ -1,7 +1,7 @@
 """Application in which the first drafter of the pool turns to noise."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ class OneIsNoisy(DraftDeployment):
     """Drafter that turns to noise if it is the first of its pool."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: SlipstreamConfig, targets: DeploymentHandle[Any]
+        self, models: Sequence[SlipstreamConfig], targets: Mapping[str, DeploymentHandle[Any]]
     ) -> None:
-        await super().__init__(config, targets)  # type: ignore[misc]
+        await super().__init__(models, targets)  # type: ignore[misc]
         if is_first(Path(os.environ[MARK]), self._server.address):
             self._drafter._method = BecomingNoisyMethod(self._drafter._method, AfterTokens(GOOD_TOKENS), VOCABULARY)
 

@@ -73,7 +73,7 @@ def test_bounds_and_delays_replace_nobody(
         )
         time.sleep(SETTLED_S)
         assert deployed_bounds(serve_details()["applications"][APPLICATION]) == bounds
-        scaling = [(one["scaling"]["target"], one["scaling"]["draft"]) for one in served.inspect("Target")]
+        scaling = [(one["scaling"]["Target"], one["scaling"]["Drafter"]) for one in served.inspect("Target")]
         assert {(own["down_delay_s"], drafts["down_delay_s"]) for own, drafts in scaling} == {(1000, 1001)}
 
     counted = check("other bounds and delays", served, undisturbed, widen)
