@@ -266,7 +266,7 @@ async def cluster(
         drafter = Drafter(
             wrap_method(method),
             DrafterLimits(vocabulary, context, sessions, layout, NO_BOUNDS if reading is None else reading.bounds),
-            {"": IDENTITY},
+            {"": IDENTITY, "toy": IDENTITY},  # the second one over HTTP
             draft_ahead=not lock_step,
             access=TargetAccess(
                 credentials=credentials_of(trust, PeerRole.DRAFTER),

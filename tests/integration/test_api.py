@@ -312,7 +312,7 @@ async def test_a_stop_string_ends_and_cancels_the_session(front: Front, stream: 
 async def test_models_health_and_metrics(front: Front) -> None:
     models = await front.openai.models.list()
     assert [model.id for model in models.data] == ["toy"]
-    assert (await front.http.get("/health")).json() == {"status": "ok", "audit": "ok"}
+    assert (await front.http.get("/health")).json() == {"status": "ok", "models": {}, "audit": "ok"}
     front.health["ready"] = False
     assert (await front.http.get("/health")).status_code == 503
     front.plays([front.emit("abc", 2, 4), Ended(Finish.STOP)])
