@@ -138,8 +138,13 @@ def copies_that_fit(offered: Mapping[str, float], needed: Mapping[str, float]) -
 def unmet_needs(config: SlipstreamConfig, nodes: Sequence[Node]) -> list[str]:
     """Returns one line per pool whose minimum size does not fit: the missing and existing resources, and the fix."""
     replica_needs = needs(config)
-    alone = [line for need in replica_needs if (line := _unmet_need(need, nodes)) is not None]
-    return alone or _unmet_total(replica_needs, nodes)
+    if alone := [line for need in replica_needs if (line := _unmet_need(need, nodes)) is not None]:
+        return alone
+    for labels in ({}, *(need.labels for need in replica_needs)):
+        sharing = [need for need in replica_needs if labels in ({}, need.labels)]
+        if lines := _unmet_total(sharing, [node for node in nodes if matches_selector(node.labels, labels)], labels):
+            return lines
+    return []
 
 
 def check_fit(config: SlipstreamConfig, nodes: Sequence[Node]) -> None:
@@ -182,8 +187,8 @@ def _missing_clause(missing: Mapping[str, float], most: Mapping[str, float], is_
     return f"no node has more than {has}; add a larger node, or reserve less"
 
 
-def _unmet_total(replica_needs: Iterable[ReplicaNeed], nodes: Sequence[Node]) -> list[str]:
-    """Returns a line if each pool fits alone but all pools together do not, else none."""
+def _unmet_total(replica_needs: Iterable[ReplicaNeed], nodes: Sequence[Node], labels: Mapping[str, str]) -> list[str]:
+    """Returns a line if each pool fits alone but the pools together do not fit the nodes with `labels`, else none."""
     total: Counter[str] = Counter()
     for need in replica_needs:
         for name, amount in need.resources.items():
@@ -194,9 +199,10 @@ def _unmet_total(replica_needs: Iterable[ReplicaNeed], nodes: Sequence[Node]) ->
         return []
     needed = _format_resources({name: total[name] for name in missing})
     available = _format_resources({name: offered[name] for name in missing})
+    label_clause = f" on nodes with {_labels(labels)}" if labels else ""
     return [
-        f"the pools at their minimum size need {needed} together, but {_count_clause(nodes)} {available}; add nodes or"
-        " reserve less"
+        f"the pools{label_clause} at their minimum size need {needed} together, but"
+        f" {_count_clause(nodes)} {available}; add nodes or reserve less"
     ]
 
 

@@ -44,7 +44,7 @@ def cluster() -> Iterator[Cluster]:
     head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for pool in ("target", "draft"):
-        cluster.add_node(num_cpus=2, labels={"pool": pool}, object_store_memory=STORE_BYTES)
+        cluster.add_node(num_cpus=3, labels={"pool": pool}, object_store_memory=STORE_BYTES)
     cluster.wait_for_nodes()
     yield cluster
     cluster.shutdown()
@@ -71,6 +71,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> SlipstreamConfig:
         },
         "draft": {
             "model": demo.draft.model,
+            "tokenizer": demo.model.target,
             "draft_model": {"quantization": "int8"},
             "max_sessions": 4,
             "replicas": {"min": 1, "max": 4, "up_delay_s": 1, "down_delay_s": 10},

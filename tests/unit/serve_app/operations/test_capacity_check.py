@@ -62,6 +62,16 @@ def test_pools_that_fit_individually_but_not_in_total() -> None:
     )
 
 
+def test_pools_of_the_same_labels_that_fit_individually_but_not_in_total() -> None:
+    target = {"resources_per_rank": {"num_cpus": 1, "labels": {"pool": "target"}}}
+    entry = {"model": {"target": "t"}, "target": target}
+    two = validated({"models": {"a": entry, "b": entry}, "draft": {"method": "ngram"}})
+    others = node("1", {"CPU": 8.0})
+    (line,) = unmet_needs(two, [others, node("2", {"CPU": 2.0}, pool="target")])
+    assert line.startswith("the pools on nodes with pool=target at their minimum size need 2.2 CPU together")
+    assert unmet_needs(two, [others, node("2", {"CPU": 2.2}, pool="target")]) == []
+
+
 def test_an_empty_draft_pool_must_have_room_for_its_first_drafter() -> None:
     draft = {"replicas": {"min": 0, "max": 2}, "resources": {"num_gpus": 1}}
     (line,) = unmet_needs(on_gpus(draft, resources_per_rank={}), [node("1", {"CPU": 8.0})])
