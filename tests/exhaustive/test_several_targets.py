@@ -80,14 +80,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> SlipstreamConfig:
         "server": {"port": checked_port("127.0.0.1", 0)},
     }
     path = tmp_path_factory.mktemp("several") / "several.yaml"
-    path.write_text(yaml.safe_dump(content))
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
     return load_config(path)
 
 
 @pytest.fixture(scope="module")
 def served(cluster: Cluster, config: SlipstreamConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path = tmp_path_factory.mktemp("up") / "config.yaml"
-    path.write_text(yaml.safe_dump(config.given()))
+    path.write_text(yaml.safe_dump(config.given(), sort_keys=False))
     put_up = slipstream(cluster, "up", path)
     assert put_up.returncode == 0, put_up.stderr
     with connected(cluster.address):
