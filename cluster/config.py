@@ -89,6 +89,10 @@ class ModelConfig(Section):
     target: str = Field(description="Hugging Face id or folder")
     served_name: str | None = Field(None, description="name in the API; default: last part of `model.target`")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="data type of target and draft")
+    numerics: Literal["fast", "invariant"] = Field(
+        "fast",
+        description="invariant: a text's logits are the same bits at any load, draft length and chunking; on CPUs",
+    )
     max_context: Positive = Field(2048, description="maximum tokens of prompt and answer")
 
     @property

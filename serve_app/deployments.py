@@ -236,6 +236,7 @@ class TargetDeployment(_ReplicaDeployment):
             "rank_pids": self._engine.pids,
             "loading": [asdict(report.load) for report in self._engine.reports],
             "attention": [asdict(report.attention) for report in self._engine.reports],
+            "numerics": sorted({report.numerics for report in self._engine.reports}),
             "idle": self._replica.is_idle,
             "dropped": dict(scheduler.counts.dropped),
             "rebased": scheduler.counts.rebased,

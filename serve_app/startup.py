@@ -117,6 +117,7 @@ async def _start_ranks(config: SlipstreamConfig, folder: Path, vocabulary: int) 
         resources=pool.resources_per_rank,
         ranks=pool.tensor_parallel,
         capture=capture,
+        invariant=config.model.numerics == "invariant",
     )
     run_on(pool.resources_per_rank.cpu_affinity)  # a single core for verdicts and plans between forwards
     ranks = await RankGroup.start(spec, get_current_placement_group())

@@ -309,14 +309,15 @@ def replicas_table(targets: Sequence[Mapping[str, Any]], drafters: Sequence[Mapp
 
 
 def targets_table(targets: Sequence[Mapping[str, Any]]) -> Table:
-    """Tabulates each target replica's attention backend and measured gain from speculation."""
-    result = table("Targets", "pid", "attention", "non-speculative tokens/s", "gain from speculation", "speculation")
+    """Tabulates each target replica's attention backend, numerics and measured gain from speculation."""
+    columns = "pid", "attention", "numerics", "non-speculative tokens/s", "gain from speculation", "speculation"
+    result = table("Targets", *columns)
     for target in targets:
         speculation = target["speculation"]
         is_on = "on" if speculation["on"] else "off"
         reports = dict.fromkeys(_attention(report) for report in target["attention"])  # removes duplicates
         measured = shown(speculation["non_speculative_rate"], ".1f"), shown(speculation["gain"])
-        result.add_row(str(target["pid"]), "\n".join(reports), *measured, is_on)
+        result.add_row(str(target["pid"]), "\n".join(reports), "\n".join(target["numerics"]), *measured, is_on)
     return result
 
 

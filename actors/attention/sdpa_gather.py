@@ -2,9 +2,14 @@
 
 Rows of similar length form a group, and a layer attends group by group. The keys and values of a group of one row with
 adjacent pages are not copied.
+
+torch's kernel rounds by the number of queries and keys in a call, and by the keys' places in it. With a `Padding`, a
+query has the same result in every group: sizes that round differently are padded to sizes that do not, and a tree is
+attended path by path, so that a node sees its keys in the order of the text.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +24,45 @@ SHORT_CONTEXT = 256  # contexts up to this length share a group; longer contexts
 CPU_POSITIONS = 2048  # maximum keys per group on a CPU, so that the gathered copy fits in its cache
 
 
+KEY_BLOCK = 512  # keys that torch's kernel attends at a time; it adds the blocks' results in order
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Numbers of queries and keys per call for which torch's kernel rounds a query alike."""
+
+    queries: int  # divides each number of queries, where heads that share a key count as queries
+    last_keys: tuple[int, ...]  # numbers of keys in the last block, ascending, up to KEY_BLOCK
+
+    def keys(self, end: int) -> int:
+        """Returns the smallest number of keys that is at least `end`."""
+        before = (end - 1) // KEY_BLOCK * KEY_BLOCK
+        return before + self.last_keys[bisect_left(self.last_keys, end - before)]
+
+
 class SdpaGather:
     """Backend that gathers each group's keys and values, then attends."""
 
     name = "gathered"
     takes_trees = True
 
+    def __init__(self, padding: Padding | None = None) -> None:
+        self._padding = padding
+
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> "SdpaGatherPlan":
-        return SdpaGatherPlan(rows, cache)
+        return SdpaGatherPlan(rows, cache, self._padding)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """Queries of one row over one list of keys: all of them, or those on one path of its tree."""
+
+    row: InputRow
+    query_at: Sequence[int]  # indices in the flat batch
+    positions: Sequence[int]
+    seen: Sequence[int]  # last key of each query's fully visible prefix
+    end: int  # number of keys
+    path: tuple[int, ...] | None = None  # nodes that are the last keys; None: all nodes, in the order of their slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +75,7 @@ class RowGroup:
     query_at: Tensor | None  # (count x queries,): indices in the flat batch; None: the whole batch, in order
     real: Tensor | None  # (real queries,): indices of the queries that are not padding; None: all
     key_at: Tensor | slice  # (count x keys,): slots in the pool
+    unused: slice | None  # slots of a slice that are padding
     positions: Tensor  # (count, queries)
     seen: Tensor  # (count, queries): last key of the fully visible prefix; later keys are visible only on the path
     on_path: Tensor  # (node pairs,): indices in (count, queries, keys)
@@ -49,9 +86,12 @@ class RowGroup:
 class SdpaGatherPlan:
     """Attends a step's rows group by group."""
 
-    def __init__(self, rows: Sequence[InputRow], cache: PagedCache) -> None:
+    def __init__(self, rows: Sequence[InputRow], cache: PagedCache, padding: Padding | None = None) -> None:
         self._cache = cache
-        self._drafts = [_GroupDraft(members, len(rows), cache.page_size) for members in _groups(rows, cache.device)]
+        self._query_multiple = 1 if padding is None else padding.queries
+        total = sum(len(row.tokens) for row in rows)
+        members = list(_members(rows, by_path=padding is not None))
+        self._drafts = [_GroupDraft(group, total, cache.page_size, padding) for group in _groups(members, cache.device)]
         self.integers = [part for draft in self._drafts for part in draft.integers]
         self.groups: list[RowGroup] = []
         self._masks: dict[tuple[int, int, int | None, int | None], Tensor] = {}
@@ -89,22 +129,26 @@ class SdpaGatherPlan:
         repeat = heads // kv_heads
         keys, values = _gather(rows, pool).unbind(2)  # each (count, keys, kv heads, head dim)
         grouped = query.view(rows.count, rows.queries, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
+        queries = repeat * rows.queries
+        padding = -queries % self._query_multiple if options.is_plain else 0
+        mask = self.mask(index, repeat, options.window, options.chunk)
         biases = None if options.alibi is None else options.alibi.biases(self.key_positions(index))
         attended = _weigh(
-            grouped.reshape(rows.count, kv_heads, repeat * rows.queries, head_dim),
+            F.pad(grouped.reshape(rows.count, kv_heads, queries, head_dim), (0, 0, 0, padding)),
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            self.mask(index, repeat, options.window, options.chunk),
+            mask if mask is None else mask[:, :, : queries + padding],
             options,
             biases,
         )
-        apart = attended.view(rows.count, kv_heads, repeat, rows.queries, head_dim).permute(0, 3, 1, 2, 4)
-        return apart.reshape(-1, heads, head_dim)
+        apart = attended[:, :, :queries].view(rows.count, kv_heads, repeat, rows.queries, head_dim)
+        return apart.permute(0, 3, 1, 2, 4).reshape(-1, heads, head_dim)
 
     def mask(self, group: int, repeat: int, window: int | None, chunk: int | None = None) -> Tensor | None:
         """Returns the additive mask, (count, 1, repeat x queries, keys), with each query repeated for `repeat` heads.
 
-        Returns None if nothing is masked. All layers share one mask per step.
+        Returns None if nothing is masked. All layers share one mask per step. A `Padding` adds queries that see all
+        keys.
         """
         rows = self.groups[group]
         if rows.all_visible and all(limit is None or rows.keys <= limit for limit in (window, chunk)):
@@ -124,7 +168,8 @@ class SdpaGatherPlan:
                     beyond |= rows.behind > at.flatten()[rows.on_path // rows.keys] % chunk
                 hidden.view(-1).index_copy_(0, rows.on_path, beyond)
             scores = torch.zeros(hidden.shape, dtype=self._cache.dtype, device=at.device)
-            self._masks[address] = scores.masked_fill_(hidden, -torch.inf).repeat(1, repeat, 1).unsqueeze(1)
+            mask = scores.masked_fill_(hidden, -torch.inf).repeat(1, repeat, 1).unsqueeze(1)
+            self._masks[address] = F.pad(mask, (0, 0, 0, -mask.shape[2] % self._query_multiple))
         return self._masks[address]
 
     def key_positions(self, group: int) -> Tensor:
@@ -144,41 +189,49 @@ class SdpaGatherPlan:
 class _GroupDraft:
     """Host-side description of a group whose integers are not yet on the device.
 
-    `integers` are query_at, real, positions, seen, on_path, behind, tables and ends.
+    `integers` are query_at, real, positions, seen, on_path, behind, tables, ends, path_at and path_slots.
     """
 
-    def __init__(self, members: list[tuple[int, InputRow]], rows: int, page_size: int) -> None:
-        """`members`: (start of the row's tokens in the flat batch, row) pairs; `rows`: number of rows in the batch."""
+    def __init__(self, members: list[_Member], total: int, page_size: int, padding: Padding | None) -> None:
+        """`total`: number of queries in the batch."""
         self.count = len(members)
-        self.queries = max(len(row.tokens) for _, row in members)
-        self.keys = max(row.end for _, row in members)
-        self.even = all(len(row.tokens) == self.queries for _, row in members)
-        self.whole = self.even and len(members) == rows
-        self.all_visible = self.queries == 1 and all(row.end == self.keys for _, row in members)
+        self.queries = max(len(member.query_at) for member in members)
+        end = max(member.end for member in members)
+        self.keys = end if padding is None else padding.keys(end)
+        self.even = all(len(member.query_at) == self.queries for member in members)
         # Padding repeats a row's last query; the result of padding is discarded.
-        offsets = [[min(i, len(row.tokens) - 1) for i in range(self.queries)] for _, row in members]
+        offsets = [[min(i, len(member.query_at) - 1) for i in range(self.queries)] for member in members]
+        query_at = [member.query_at[i] for member, at in zip(members, offsets, strict=True) for i in at]
+        self.whole = self.even and query_at == list(range(total))
+        self.all_visible = self.queries == 1 and all(member.end == self.keys for member in members)
+        path_at, path_slots = self._path_keys(members, page_size)
         pages = -(-self.keys // page_size)
-        first = members[0][1].pages[:pages]
-        together = self.count == 1 and first == tuple(range(first[0], first[0] + pages))
-        self.slice = slice(first[0] * page_size, first[0] * page_size + self.keys) if together else None
-        query_at = [begin + i for (begin, _), at in zip(members, offsets, strict=True) for i in at]
-        real = [k * self.queries + i for k, (_, row) in enumerate(members) for i in range(len(row.tokens))]
+        first = members[0].row.pages[:pages]
+        is_chain = self.count == 1 and members[0].path is None  # slots after a path hold other nodes
+        together = is_chain and pages == -(-end // page_size) and first == tuple(range(first[0], first[0] + pages))
+        begin = first[0] * page_size
+        self.slice = slice(begin, begin + self.keys) if together else None
+        self.unused = slice(begin + end, begin + self.keys) if together and end < self.keys else None
+        real = [k * self.queries + i for k, member in enumerate(members) for i in range(len(member.query_at))]
         self.integers: list[list[int]] = [
             [] if self.whole else query_at,
             [] if self.even else real,
-            [held[i] for (_, row), at in zip(members, offsets, strict=True) for held in (row.positions,) for i in at],
-            [held[i] for (_, row), at in zip(members, offsets, strict=True) for held in (row.seen,) for i in at],
-            *self._paths([row for _, row in members]),
-            [] if together else [page for _, row in members for page in _padded(row.pages, pages)],
-            [] if together else [row.end for _, row in members],
+            [member.positions[i] for member, at in zip(members, offsets, strict=True) for i in at],
+            [member.seen[i] for member, at in zip(members, offsets, strict=True) for i in at],
+            *self._paths(members),
+            [] if together else [page for member in members for page in _padded(member.row.pages, pages)],
+            [] if together else [member.end for member in members],
+            path_at,
+            path_slots,
         ]
 
-    def _paths(self, rows: Sequence[InputRow]) -> tuple[list[int], list[int]]:
+    def _paths(self, members: Sequence[_Member]) -> tuple[list[int], list[int]]:
         """Returns `on_path` and `behind` for all tree nodes."""
         on_path: list[int] = []
         behind: list[int] = []
-        for index, row in enumerate(rows):
-            if not row.parents:
+        for index, member in enumerate(members):
+            row = member.row
+            if not row.parents or member.path is not None:
                 continue
             first = len(row.tokens) - len(row.parents)  # index of the first node's query in the row
             for node, path in enumerate(row.tree.paths):
@@ -187,15 +240,31 @@ class _GroupDraft:
                 behind += range(len(path) - 1, -1, -1)
         return on_path, behind
 
+    def _path_keys(self, members: Sequence[_Member], page_size: int) -> tuple[list[int], list[int]]:
+        """Returns the keys that are nodes of a path, as indices in (count, keys), and their slots in the pool."""
+        path_at: list[int] = []
+        slots: list[int] = []
+        for index, member in enumerate(members):
+            for depth, node in enumerate(member.path or ()):
+                first = member.row.tree_start
+                if depth != node:
+                    path_at.append(index * self.keys + first + depth)
+                    slots.append(member.row.pages[(first + node) // page_size] * page_size + (first + node) % page_size)
+        return path_at, slots
+
     def group(self, parts: Sequence[Tensor], cache: PagedCache) -> RowGroup:
-        query_at, real, positions, seen, on_path, behind, tables, ends = parts
+        query_at, real, positions, seen, on_path, behind, tables, ends, path_at, path_slots = parts
+        key_at = self.slice or _slots(tables.view(self.count, -1), ends, self.keys, cache)
+        if isinstance(key_at, Tensor):
+            key_at.index_copy_(0, path_at, path_slots)
         return RowGroup(
             count=self.count,
             queries=self.queries,
             keys=self.keys,
             query_at=None if self.whole else query_at,
             real=None if self.even else real,
-            key_at=self.slice or _slots(tables.view(self.count, -1), ends, self.keys, cache),
+            key_at=key_at,
+            unused=self.unused,
             positions=positions.view(self.count, self.queries),
             seen=seen.view(self.count, self.queries),
             on_path=on_path,
@@ -232,6 +301,8 @@ def _weigh(
 
 def _gather(rows: RowGroup, pool: Tensor) -> Tensor:
     """Returns the group's keys and values, (count, keys, 2, kv heads, head dim); a view if its pages are adjacent."""
+    if rows.unused is not None:
+        pool[rows.unused] = 0  # later slots of the row's last page; a mask does not hide NaN
     gathered = pool[rows.key_at] if isinstance(rows.key_at, slice) else pool.index_select(0, rows.key_at)
     return gathered.view(rows.count, rows.keys, 2, pool.shape[1] // 2, pool.shape[2])
 
@@ -241,25 +312,47 @@ def _octave(length: int, least: int) -> int:
     return (max(length, least) - 1).bit_length()
 
 
-def _alike(rows: Sequence[InputRow]) -> list[list[tuple[int, InputRow]]]:
-    """Groups rows of similar length, so that padding at most doubles a row."""
-    groups: dict[tuple[int, int], list[tuple[int, InputRow]]] = {}
+def _members(rows: Sequence[InputRow], by_path: bool) -> Iterator[_Member]:
+    """Yields each row; with `by_path`, a tree's root-to-leaf paths, each with the queries that no earlier path has."""
     begin = 0
     for row in rows:
-        address = (_octave(len(row.tokens), SHORT_ROW), _octave(row.end, SHORT_CONTEXT))
-        groups.setdefault(address, []).append((begin, row))
-        begin += len(row.tokens)
+        end = begin + len(row.tokens)
+        if not row.parents or not by_path:
+            yield _Member(row, range(begin, end), row.positions, row.seen, row.end)
+            begin = end
+            continue
+        first = end - len(row.parents)  # index of the first node's query in the flat batch
+        query_at = list(range(begin, first))
+        positions = list(range(row.start, row.tree_start))
+        attended: set[int] = set()
+        for leaf in sorted(set(range(len(row.parents))) - set(row.parents)):
+            path = row.tree.paths[leaf]
+            new = [depth for depth, node in enumerate(path) if node not in attended]
+            attended.update(path)
+            query_at += [first + path[depth] for depth in new]
+            positions += [row.tree_start + depth for depth in new]
+            yield _Member(row, query_at, positions, positions, row.tree_start + len(path), path)
+            query_at, positions = [], []
+        begin = end
+
+
+def _alike(members: Sequence[_Member]) -> list[list[_Member]]:
+    """Groups rows of similar length, so that padding at most doubles a row."""
+    groups: dict[tuple[int, int], list[_Member]] = {}
+    for member in members:
+        address = (_octave(len(member.query_at), SHORT_ROW), _octave(member.end, SHORT_CONTEXT))
+        groups.setdefault(address, []).append(member)
     return list(groups.values())
 
 
-def _groups(rows: Sequence[InputRow], device: torch.device) -> list[list[tuple[int, InputRow]]]:
+def _groups(members: Sequence[_Member], device: torch.device) -> list[list[_Member]]:
     """Groups rows of similar length; on a CPU, also limits the number of keys per group."""
     if device.type != "cpu":
-        return _alike(rows)
+        return _alike(members)
     groups = []
-    for members in _alike(rows):
-        count = max(1, CPU_POSITIONS // max(row.end for _, row in members))
-        groups += [members[first : first + count] for first in range(0, len(members), count)]
+    for group in _alike(members):
+        count = max(1, CPU_POSITIONS // max(member.end for member in group))
+        groups += [group[first : first + count] for first in range(0, len(group), count)]
     return groups
 
 

@@ -72,10 +72,31 @@ class PackedProjection:
         return y.narrow(-2, 0, rows)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        if x.shape[-2] < FASTEST_ROWS:
-            return self(x) + other
+        rows = x.shape[-2]
+        if rows < FASTEST_ROWS:
+            x, other = (F.pad(part, (0, 0, 0, FASTEST_ROWS - rows)) for part in (x, other))
         y: Tensor = self._linear_binary(x, other, self._weight, self._bias, "add")
-        return y
+        return y.narrow(-2, 0, rows)
+
+
+class TiledProjection:
+    """Multiplies at most `tile` rows at a time."""
+
+    def __init__(self, whole: Projection, tile: int) -> None:
+        self.fastest_rows = whole.fastest_rows
+        self._whole = whole
+        self._tile = tile
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[-2] <= self._tile:
+            return self._whole(x)
+        return torch.cat([self._whole(tile) for tile in x.split(self._tile, -2)], -2)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        if x.shape[-2] <= self._tile:
+            return self._whole.plus(x, other)
+        tiles = zip(x.split(self._tile, -2), other.split(self._tile, -2), strict=True)
+        return torch.cat([self._whole.plus(*tile) for tile in tiles], -2)
 
 
 class EightBitProjection:
@@ -147,6 +168,49 @@ def projection(weight: Tensor, bias: Tensor | None = None) -> Projection:
     weight = weight.detach()
     bias = bias.detach() if bias is not None else None
     return PackedProjection(weight, bias) if can_pack(weight) else PlainProjection(weight, bias)
+
+
+TILES = (4, 8, 16, 32, 64, 256)  # rows
+TRIED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 20, 24, 31, 32, 33, 40, 63, 64, 65, 80, 128, 200, 255, 256)
+
+
+class InvariantProducts:
+    """Creates products that give a row the same bits whatever other rows there are.
+
+    Finds the largest tile within which this processor multiplies rows alike by trials. How a product rounds depends on
+    its shape alone, so weights of one shape share a trial.
+    """
+
+    def __init__(self, product: Product = projection) -> None:
+        self._product = product
+        self._tiles: dict[tuple[torch.Size, torch.dtype, bool], int] = {}
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Projection:
+        whole = self._product(weight, bias)
+        shape = weight.shape, weight.dtype, bias is not None
+        if shape not in self._tiles:
+            self._tiles[shape] = _invariant_tile(whole, weight)
+        return TiledProjection(whole, self._tiles[shape])
+
+
+@torch.inference_mode()
+def _invariant_tile(whole: Projection, weight: Tensor) -> int:
+    """Returns the largest of TILES up to which the number of rows does not change a row's result."""
+    generator = torch.Generator().manual_seed(0)
+    outputs, inputs = weight.shape
+    x, other = (
+        torch.randn(TILES[-1], size, generator=generator).to(weight.device, weight.dtype) for size in (inputs, outputs)
+    )
+    tile = TILES[0]
+    for rows in TRIED_ROWS:
+        smaller = TiledProjection(whole, tile)
+        full = -(-rows // tile) * tile
+        expected = smaller(x[:full])[:rows], smaller.plus(x[:full], other[:full])[:rows]
+        tried = whole(x[:rows]), whole.plus(x[:rows], other[:rows])
+        if not all(map(torch.equal, tried, expected)):
+            break
+        tile = rows if rows in TILES else tile
+    return tile
 
 
 class PackedLinear(nn.Module):

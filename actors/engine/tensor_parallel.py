@@ -28,11 +28,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.attention import AttentionBackend
+from actors.attention.invariant import invariant_attention
+from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import AttentionReport, attention_shape, choose_attention
 from actors.compute.collectives import Group, SingleRank, join
 from actors.compute.hidden_states import CaptureSpec, StateCapture, StateProjection
 from actors.compute.kv_cache import InputRow
+from actors.compute.linear import InvariantProducts
 from actors.engine.executor import StepExecutor, within
+from actors.engine.invariance import InvarianceCheck
 from actors.engine.memory import page_count, page_size_warning, state_bytes
 from actors.engine.process import device_of, freeze_heap, use_cpu
 from actors.engine.runner import ModelRunner, Runner, profile_steps
@@ -40,7 +44,7 @@ from actors.engine.step_codec import StepDecoder, StepEncoder
 from actors.engine.step_socket import StepCaller, StepListener
 from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.models.checkpoint import load
-from actors.models.decoder import ForwardOutput
+from actors.models.decoder import ForwardOutput, decoder_for
 from actors.models.recurrent_layers import recurrent_page_bytes
 from actors.models.reference_check import check_model
 from actors.models.weights import LoadReport
@@ -144,6 +148,7 @@ class RankSpec:
     resources: Resources
     ranks: int
     capture: CaptureSpec | None = None  # hidden states to capture on the leader
+    invariant: bool = False  # model.numerics
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,7 @@ class RankReport:
     pages: int  # cache pages that fit in its memory
     load: LoadReport
     attention: AttentionReport
+    numerics: str = "fast"  # guaranteed numerics; if the guarantee was withdrawn, with the reason
 
 
 class LeadingRunner:
@@ -213,6 +219,7 @@ class Rank:
         self._runner: ModelRunner | None = None  # runs only this rank's share
         self._leading: Runner | None = None  # runs the forward on all ranks
         self._pages = 0
+        self._is_recurrent = False
         self._listener: StepListener | None = None
         self._grammar_listener: StepListener | None = None
 
@@ -237,10 +244,14 @@ class Rank:
         loaded = load(Path(spec.folder), spec.dtype, device, self._group)
         self._model = loaded.model
         shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
-        self._attention, attention = choose_attention(shape, device)  # may allocate memory, so before `page_count`
+        if spec.invariant and device.type == "cpu":
+            self._attention, attention = invariant_attention(shape), AttentionReport(SdpaGather.name)
+        else:
+            self._attention, attention = choose_attention(shape, device)  # may allocate memory, so before `page_count`
         self._project = self._captured.projection_on(device) if self._captured else None  # likewise
         page_bytes = shape.page_bytes + state_bytes(self._captured, spec.cache.page_size)
         recurrent_bytes = recurrent_page_bytes(self._model)
+        self._is_recurrent = recurrent_bytes > 0
         if recurrent_bytes:
             attention = replace(attention, takes_trees=False)
             if warning := page_size_warning(spec.cache.page_size, shape.page_bytes, recurrent_bytes):
@@ -260,6 +271,7 @@ class Rank:
             pages,
             page_size,
             self._attention,
+            decoder_for(self._model.eval(), InvariantProducts(), spec.context) if spec.invariant else None,
             capture=self._capture(pages),
             context=spec.context,
             is_checked=True,  # the leader checked the model while loading
@@ -280,6 +292,14 @@ class Rank:
         """Measures step costs on the leader; followers must be in `follow`."""
         assert self._leading is not None, "allocate first"
         return profile_steps(self._leading, self._spec.cache.page_size, self._pages)
+
+    def check_invariance(self, trees: bool) -> str:
+        """Describes how logits depend on the step; empty if they do not. Called like `profile`."""
+        assert self._leading is not None, "allocate first"
+        if self._is_recurrent:
+            return "in recurrent layers"
+        check = InvarianceCheck(self._leading, self._spec.cache.page_size, self._pages, self._spec.context, trees)
+        return check.difference()
 
     def follow(self) -> None:
         """Runs the leader's forwards on a follower until the leader exits."""
@@ -362,6 +382,13 @@ class RankGroup:
         await asyncio.gather(*(rank.allocate.remote(pages) for rank in ranks))
         following = [rank.follow.remote() for rank in followers]
         step_cost: ForwardCost = await or_rank_failure(leader.profile.remote(), following)
+        if spec.invariant:
+            trees = all(report.attention.takes_trees for report in reports)
+            difference: str = await or_rank_failure(leader.check_invariance.remote(trees), following)
+            if difference:
+                log.error("model.numerics is invariant, but logits depend on the step %s; use fast", difference)
+            numerics = f"fast: logits differ {difference}" if difference else "invariant"
+            reports = [replace(report, numerics=numerics) for report in reports]
         steps_path, grammar_path = await leader.listen.remote()
         leading = leader.lead.remote()
         callers = await StepCaller.dial(steps_path), await StepCaller.dial(grammar_path)

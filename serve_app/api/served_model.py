@@ -52,9 +52,9 @@ def fingerprint(config: SlipstreamConfig, checkpoint: str) -> str:
     decisive = {
         "version": version(),
         "weights": checkpoint or config.model.target,
-        "model": config.model.model_dump(include={"dtype", "max_context"}),
+        "model": config.model.model_dump(include={"dtype", "max_context", "numerics"}),
         "target": config.target.model_dump(include={"engine", "vllm", "tensor_parallel"}),
         "server": config.server.model_dump(include=SERVER_FIELDS),
     }
     text = json.dumps(decisive, sort_keys=True, default=str)
-    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}_{config.model.numerics}"

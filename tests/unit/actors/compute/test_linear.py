@@ -9,6 +9,7 @@ from torch import nn
 
 from actors.compute.linear import (
     EightBitProjection,
+    InvariantProducts,
     PackedLinear,
     PackedProjection,
     PlainProjection,
@@ -123,3 +124,48 @@ def test_packing_leaves_a_tied_embedding_whole():
     with torch.inference_mode():
         hidden = model["embedding"](torch.tensor([3, 7]))
         torch.testing.assert_close(model["head"](hidden), hidden @ model["embedding"].weight.T)
+
+
+class _SplitProjection(PlainProjection):
+    """Rounds differently in products of more than `limit` rows."""
+
+    limit = 20
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.most = 0  # rows of the largest product
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.most = max(self.most, len(x))
+        y = x.double() @ self._weight.double().T
+        return y.float() * (1 + 1e-6 * (len(x) > self.limit))
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self(x) + other
+
+
+def test_invariant_products_stay_below_the_number_of_rows_that_changes_a_row():
+    made = []
+
+    def product(weight: torch.Tensor, bias: torch.Tensor | None) -> PlainProjection:
+        made.append(_SplitProjection(weight, bias))
+        return made[-1]
+
+    products = InvariantProducts(product)
+    weight = torch.randn(24, 16)
+    products(weight)
+    tiled = products(weight)  # of a shape that is known
+    x, other = torch.randn(70, 16), torch.randn(70, 24)
+    alone = torch.cat([tiled(row) for row in x.split(1)])
+    assert torch.equal(tiled(x), alone)
+    assert torch.equal(tiled.plus(x, other), alone + other)
+    assert 4 < made[-1].most <= _SplitProjection.limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_sum_with_few_rows_rounds_as_with_many(dtype):
+    weight, bias = weights(dtype, True)
+    packed = projection(weight, bias)
+    x, other = torch.randn(64, 16, dtype=dtype), torch.randn(64, 24, dtype=dtype)
+    together = packed.plus(x, other)
+    assert torch.equal(torch.cat([packed.plus(*row) for row in zip(x.split(1), other.split(1), strict=True)]), together)

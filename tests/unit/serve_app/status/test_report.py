@@ -64,12 +64,13 @@ def cells(targets: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def test_a_target_shows_whether_it_requests_drafts() -> None:
-    attention = [{"chosen": "gathered", "tried": ()}]
+    a_row = {"attention": [{"chosen": "gathered", "tried": ()}], "numerics": ["invariant"]}
     off = {"non_speculative_rate": 31.7, "gain": 0.93, "on": 0.0}
     on = {"non_speculative_rate": 31.7, "gain": 1.32, "on": 1.0}
-    assert cells([{"pid": pid, "attention": attention, "speculation": one} for pid, one in ((7, off), (8, on))]) == {
+    assert cells([a_row | {"pid": pid, "speculation": one} for pid, one in ((7, off), (8, on))]) == {
         "pid": ["7", "8"],
         "attention": ["gathered", "gathered"],
+        "numerics": ["invariant", "invariant"],
         "non-speculative tokens/s": ["31.7", "31.7"],
         "gain from speculation": ["0.93", "1.32"],
         "speculation": ["off", "on"],
@@ -82,9 +83,9 @@ def test_a_target_shows_why_other_attention_backends_were_rejected() -> None:
         {"name": "flashinfer", "step_ms": None, "refused": "ImportError: No module named 'flashinfer'"},
     )
     report = {"chosen": "gathered", "tried": tried}
-    (shown,) = cells(
-        [{"pid": 7, "attention": [report, report], "speculation": {"non_speculative_rate": 0, "gain": 1, "on": 1}}]
-    )["attention"]
+    speculation = {"non_speculative_rate": 0, "gain": 1, "on": 1}
+    target = {"pid": 7, "attention": [report, report], "numerics": ["fast"], "speculation": speculation}
+    (shown,) = cells([target])["attention"]
     assert shown.splitlines()[0] == "gathered (SLOW: no faster backend works on this GPU)"
     assert shown.partition("\n")[2] == "  gathered: 2.50 ms\n  flashinfer: ImportError: No module named 'flashinfer'"
 
