@@ -42,7 +42,7 @@ class _Trial:
     def is_alike(self, size: int) -> bool:
         """Returns whether `size` keys give the same bits as KEY_BLOCK keys, with all numbers of queries tried."""
         for end in {max(1, size - hidden) for hidden in HIDDEN_KEYS}:
-            few = torch.cat(self._query.split(QUERIES, 2))  # (parts, kv heads, queries, head dim)
+            few = torch.cat(torch.split(self._query, QUERIES, 2))  # (parts, kv heads, queries, head dim)
             expected = self._attend(few, KEY_BLOCK, end).transpose(0, 1).reshape(self._query.shape)
             for queries in TRIED_QUERIES:
                 if not torch.equal(self._attend(self._query[:, :, :queries], size, end), expected[:, :, :queries]):

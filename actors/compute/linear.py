@@ -90,12 +90,12 @@ class TiledProjection:
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[-2] <= self._tile:
             return self._whole(x)
-        return torch.cat([self._whole(tile) for tile in x.split(self._tile, -2)], -2)
+        return torch.cat([self._whole(tile) for tile in torch.split(x, self._tile, -2)], -2)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         if x.shape[-2] <= self._tile:
             return self._whole.plus(x, other)
-        tiles = zip(x.split(self._tile, -2), other.split(self._tile, -2), strict=True)
+        tiles = zip(torch.split(x, self._tile, -2), torch.split(other, self._tile, -2), strict=True)
         return torch.cat([self._whole.plus(*tile) for tile in tiles], -2)
 
 

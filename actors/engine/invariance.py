@@ -62,7 +62,7 @@ class InvarianceCheck:
 
     def _logits(self, rows: Sequence[InputRow]) -> list[Tensor]:
         """Returns the logits of each row's tokens."""
-        return list(self._runner.forward(rows).logits.split([row.logits for row in rows]))
+        return list(torch.split(self._runner.forward(rows).logits, [row.logits for row in rows]))
 
     def _alone(self, prompt: tuple[int, ...], tail: tuple[int, ...], table: tuple[int, ...]) -> Tensor:
         self._feed([prompt], [table], CHUNKS[0])
