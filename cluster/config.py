@@ -596,6 +596,8 @@ class SlipstreamConfig(Section):
         """Rejects settings that vLLM targets do not support."""
         if self.target.engine == "slipstream":
             return
+        if self.model.numerics == "invariant":
+            raise ValueError("model.numerics is invariant, which vLLM targets do not support; set it to fast")
         if self.speculation.acceptance == "rejection":
             raise ValueError(
                 "speculation.acceptance is rejection, but vLLM targets support only coupled; set it to coupled"

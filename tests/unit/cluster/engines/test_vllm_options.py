@@ -89,6 +89,7 @@ def test_vllm_sets_the_size_of_its_pages(engine: str) -> None:
     ("sections", "why"),
     [
         ({"speculation": {"acceptance": "rejection"}}, "speculation.acceptance is rejection"),
+        ({"model": {"target": "toy", "numerics": "invariant"}}, "model.numerics is invariant"),
         (
             {"draft": {"method": "eagle", "model": "org/head", "states": {"keep": False}}},
             "draft.states.keep is false",

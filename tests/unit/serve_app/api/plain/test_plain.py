@@ -128,6 +128,9 @@ def test_a_fingerprint_covers_settings_that_affect_answers() -> None:
         *(configured(server=one) for one in ({"generation_defaults": "none"}, {"response_template": "none"})),
         configured(server={"allow_special_tokens_in_text": True}),
     ]
+    invariant = configured(model={"target": "toy", "numerics": "invariant"})
+    assert fingerprint(configured(), "a").endswith("_fast")
+    assert fingerprint(invariant, "a").endswith("_invariant")
     told = [fingerprint(config, weights) for config in configs for weights in ("a", "b")]
     assert len(set(told)) == len(told)
     other_order = vllm(enforce_eager=True, quantization="fp8")
