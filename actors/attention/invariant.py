@@ -1,8 +1,8 @@
 """Finds the paddings with which attention gives a query the same bits in every step, by trials on this processor.
 
 How torch's CPU kernel rounds is determined by the sizes of a call alone, so two sizes that agree in all elements of a
-large random trial use the same order of summation. On processors without AMX, for instance, matrix products of 193 to
-383 keys are summed in two halves, and those of fewer or more keys are not.
+large random trial use the same order of summation. An EPYC with AVX-512 BF16, for instance, sums 193 to 383 keys in two
+halves, but starts with 192 keys if there are more.
 """
 
 import torch

@@ -6,6 +6,7 @@ random tokens of the served model show which shapes round differently.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import torch
@@ -37,10 +38,10 @@ class InvarianceCheck:
         self._tables = tables[: len(LENGTHS)]
         self._other_tables = [tuple(reversed(table)) for table in tables[len(LENGTHS) :]]
 
-    def difference(self) -> str:
+    def fault(self) -> str:
         """Describes the first dependence found; empty if there is none."""
         if self._longest < OTHERS:
-            return "untried, since the cache or model.max_context is too small"
+            return "the cache or model.max_context is too small for the check"
         alone = [self._alone(*text) for text in zip(self._prompts, self._tails, self._tables, strict=True)]
         ways = {"in a block with other rows": self._together}
         if self._trees:
@@ -48,7 +49,7 @@ class InvarianceCheck:
         for name, compute in ways.items():
             for prompt, expected, logits in zip(self._prompts, alone, compute(), strict=True):
                 if not torch.equal(expected, logits):
-                    return f"{name} after {len(prompt)} tokens"
+                    return f"logits differ {name} after {len(prompt)} tokens"
         return ""
 
     def _tokens(self, rng: Random, count: int) -> tuple[int, ...]:
@@ -72,7 +73,7 @@ class InvarianceCheck:
     def _feed(self, prompts: Sequence[tuple[int, ...]], tables: Sequence[tuple[int, ...]], chunk: int) -> None:
         for start in range(0, max(map(len, prompts)), chunk):
             rows = [
-                self._row(prompt[start : start + chunk], start, table)
+                replace(self._row(prompt[start : start + chunk], start, table), logits=1)
                 for prompt, table in zip(prompts, tables, strict=True)
                 if start < len(prompt)
             ]

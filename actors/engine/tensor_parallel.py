@@ -294,12 +294,12 @@ class Rank:
         return profile_steps(self._leading, self._spec.cache.page_size, self._pages)
 
     def check_invariance(self, trees: bool) -> str:
-        """Describes how logits depend on the step; empty if they do not. Called like `profile`."""
+        """Returns why logits may depend on the step; empty if they do not. Followers must be in `follow`."""
         assert self._leading is not None, "allocate first"
         if self._is_recurrent:
-            return "in recurrent layers"
+            return "recurrent layers depend on the number of tokens in a row"
         check = InvarianceCheck(self._leading, self._spec.cache.page_size, self._pages, self._spec.context, trees)
-        return check.difference()
+        return check.fault()
 
     def follow(self) -> None:
         """Runs the leader's forwards on a follower until the leader exits."""
@@ -384,10 +384,10 @@ class RankGroup:
         step_cost: ForwardCost = await or_rank_failure(leader.profile.remote(), following)
         if spec.invariant:
             trees = all(report.attention.takes_trees for report in reports)
-            difference: str = await or_rank_failure(leader.check_invariance.remote(trees), following)
-            if difference:
-                log.error("model.numerics is invariant, but logits depend on the step %s; use fast", difference)
-            numerics = f"fast: logits differ {difference}" if difference else "invariant"
+            fault: str = await or_rank_failure(leader.check_invariance.remote(trees), following)
+            if fault:
+                log.error("model.numerics: invariant is not guaranteed here: %s; set it to fast", fault)
+            numerics = f"fast: {fault}" if fault else "invariant"
             reports = [replace(report, numerics=numerics) for report in reports]
         steps_path, grammar_path = await leader.listen.remote()
         leading = leader.lead.remote()

@@ -132,7 +132,7 @@ def a_check(runner: ModelRunner) -> InvarianceCheck:
 
 
 def test_the_check_at_load_accepts_this_model(texts):
-    assert a_check(texts.runner).difference() == ""
+    assert a_check(texts.runner).fault() == ""
 
 
 class _RoundsByRows(ModelRunner):
@@ -151,9 +151,9 @@ class _RoundsByRows(ModelRunner):
 
 @pytest.mark.parametrize("trees", [False, True])
 def test_the_check_at_load_finds_a_change_in_the_last_bit(texts, trees):
-    difference = a_check(_RoundsByRows(texts.runner, trees)).difference()
-    assert difference == f"in a {'tree' if trees else 'block with other rows'} after 601 tokens"
+    fault = a_check(_RoundsByRows(texts.runner, trees)).fault()
+    assert fault == f"logits differ in a {'tree' if trees else 'block with other rows'} after 601 tokens"
 
 
 def test_the_check_at_load_needs_room(texts):
-    assert "too small" in InvarianceCheck(texts.runner, PAGE_SIZE, 5, 1024, trees=True).difference()
+    assert "too small" in InvarianceCheck(texts.runner, PAGE_SIZE, 5, 1024, trees=True).fault()
