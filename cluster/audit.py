@@ -49,6 +49,7 @@ class Difference:
     choice: int
     acceptance: Acceptance
     draft_tokens: int
+    adapter: str
     served_by: tuple[str, ...]  # addresses of the targets that served the request
     audited_by: str
 
@@ -148,6 +149,7 @@ class Replay:
             choice=generation.choice,
             acceptance=generation.acceptance,
             draft_tokens=generation.draft_tokens,
+            adapter=generation.adapter,
             served_by=tuple(sorted(self.served_by)),
             audited_by=audited_by,
         )

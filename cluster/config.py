@@ -196,6 +196,7 @@ class TargetPool(Section):
         description="inference engine; mixed: half of the replicas use vLLM",
     )
     vllm: dict[str, Any] = Field(default_factory=dict, description="fields of vLLM's EngineArgs")
+    adapters: dict[str, str] = Field({}, description="LoRA adapters: Hugging Face id or folder by API name; vllm only")
     tensor_parallel: Positive = Field(1, description="tensor-parallel ranks per replica")
     replicas: TargetReplicas = TargetReplicas()
     resources_per_rank: Resources = Resources()
@@ -221,6 +222,10 @@ class TargetPool(Section):
     def _check_engine(self) -> Self:
         if self.engine == "slipstream" and self.vllm:
             raise ValueError("vllm has arguments, but engine is slipstream; set target.engine to vllm")
+        if self.adapters and self.engine != "vllm":
+            raise ValueError(f"engine {self.engine} does not support adapters; set engine to vllm, or remove adapters")
+        if self.adapters and not self.vllm.get("enable_lora"):
+            raise ValueError("adapters require vllm.enable_lora; set it to true, or remove adapters")
         if faults := faults_of(self.vllm):
             raise ValueError("; ".join(faults))
         if self.engine != "slipstream" and self.cache_per_rank.page_size != CacheConfig().page_size:
@@ -545,6 +550,15 @@ class SlipstreamConfig(Section):
         """All API names of the models, main names first."""
         return tuple(dict.fromkeys((*(one.name for one in self.served), *self.server.served_names)))
 
+    @property
+    def api_names(self) -> tuple[str, ...]:
+        """All API names of a single model and its adapters."""
+        return (*self.served_names, *self.target.adapters)
+
+    def adapter_of(self, name: str) -> str:
+        """Returns the adapter with this API name of a single model; empty if the name is the model's own."""
+        return name if name in self.target.adapters else ""
+
     def given(self, **excluded: Any) -> dict[str, Any]:
         """Returns the settings that differ from the defaults, as input of `validated`; omits `excluded` keys."""
         unused = dict.fromkeys(MODEL_SECTIONS, True) if self.models else {}
@@ -571,15 +585,15 @@ class SlipstreamConfig(Section):
             vars(config).update({name: getattr(first, name) for name in MODEL_SECTIONS})  # frozen only for others
         for one in config.served:
             one.config._check_engine_support()
+        names = [name for one in config.served for name in one.config.api_names]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"several models or adapters are served as {', '.join(twice)}; rename all but one")
         return config
 
     def _check_models(self) -> None:
         """Raises ValueError for contradictions between models and draft pools."""
         if unknown := sorted({e.draft for e in self.models.values() if e.draft is not None} - self.drafts.keys()):
             raise ValueError(f"models use draft pools {', '.join(unknown)}, which are missing in drafts; add them")
-        names = [one.name for one in self.served]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"several models are served as {', '.join(twice)}; set another model.served_name")
         if self.server.served_names:
             raise ValueError("server.served_names names a single model; with models, set model.served_name of each")
         pools = self.pools
@@ -661,6 +675,10 @@ def load_config(
     apply_overrides(data, overrides)
     for entry in (data, *_sections(data, "models")):
         _expand_model_path(entry.get("model"), "target", path.parent)
+        target = entry.get("target")
+        adapters = target.get("adapters") if isinstance(target, dict) else None
+        for name in adapters if isinstance(adapters, dict) else ():
+            _expand_model_path(adapters, name, path.parent)
     for draft in (data.get("draft"), *_sections(data, "drafts")):
         _expand_model_path(draft, "model", path.parent)
     if isinstance(trust := data.get("trust"), dict):

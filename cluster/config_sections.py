@@ -315,6 +315,7 @@ REFUSED_VLLM_OPTIONS: Mapping[str, str] = MappingProxyType(
         "logits_processors": "Slipstream's own processor draws tokens with shared noise",
         "skip_tokenizer_init": "only the router tokenizes text",
         "runner": "targets only generate text",
+        "max_loras": "a step may need all of target.adapters",
     }
 )
 """Rejected vLLM arguments, with the reason."""

@@ -225,6 +225,7 @@ def _open_from_pb(m: pb.Open) -> Open:
         wants_rejected=m.wants_rejected,
         may_learn=m.may_learn,
         model=m.model,
+        adapter=m.adapter,
     )
 
 

@@ -243,6 +243,7 @@ class Open:
     wants_rejected: bool = False  # to a target: include rejected draft tokens in verdicts
     may_learn: bool = False  # to a drafter: may keep the session's hidden states as training data
     model: str = ""  # to a drafter: name of the model whose target verifies the session
+    adapter: str = ""  # name of the LoRA adapter that the target applies; empty: none
 
     @property
     def takes_trees(self) -> bool:

@@ -95,6 +95,7 @@ def _open_to_pb(m: Open) -> pb.Open:
         wants_rejected=m.wants_rejected,
         may_learn=m.may_learn,
         model=m.model,
+        adapter=m.adapter,
     )
 
 

@@ -475,8 +475,8 @@ class RouterDeployment(_ReplicaDeployment):
         started = (self._ending, tracing, self._timeline, render, alarm)
         self._models = [start_model(one, pools, *started) for one in config.served]
         self._routers = [one.router for one in self._models]
-        by_model = {one.name: one.metrics() for one in self._models}
-        self._metrics = Metrics(by_model=by_model) if config.models else by_model[config.model.name]
+        by_model = {name: metrics for one in self._models for name, metrics in one.metrics().items()}
+        self._metrics = Metrics(by_model=by_model) if len(by_model) > 1 else by_model[config.model.name]
         self._mirror = RayMirror(self._families)
         watch = PageWatch(", ".join(by_model), PoolSamples(*pools.values()))
         self._api = create_api(

@@ -46,12 +46,14 @@ class RoutedModel:
     service: ModelService
     examples: Mapping[str, int]  # counts of sessions offered as examples
 
-    def metrics(self) -> Metrics:
-        """Returns new metrics of this model's requests."""
+    def metrics(self) -> dict[str, Metrics]:
+        """Returns new metrics of requests to this model, with the router's counts, and to each adapter, by name."""
         sessions = self.router.sessions
-        return Metrics(
+        metrics = {name: Metrics(model=name) for name in self.service.config.target.adapters}
+        metrics[self.name] = Metrics(
             recoveries=lambda: dict(sessions.recoveries), handovers=lambda: sessions.handovers, model=self.name
         )
+        return metrics
 
     def families(self) -> Iterator[Metric]:
         """Yields the router's families, apart from its requests."""

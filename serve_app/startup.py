@@ -157,6 +157,7 @@ def _limits(config: SlipstreamConfig, vocabulary: int, **engine_limits: Any) -> 
         max_context=config.model.max_context,
         max_sessions=pool.max_sessions,
         max_step_tokens=pool.max_step_tokens,
+        adapters=frozenset(pool.adapters),
         **engine_limits,
     )
 

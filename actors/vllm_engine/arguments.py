@@ -41,6 +41,10 @@ def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, fir
         arguments["kv_cache_memory_bytes"] = int(pool.cache_per_rank.gib * (1 << 30))
     if not first_runner:
         arguments["logits_processors"] = [f"{PACKAGE}.noise_processor:SharedNoise"]
+    if pool.adapters:
+        # A step may use all adapters. On CPUs, vLLM also applies the last slot to tokens without an adapter (its pull
+        # request 48421), so one slot stays empty.
+        arguments["max_loras"] = len(pool.adapters) + (not pool.resources_per_rank.num_gpus)
     if longest:
         arguments["speculative_config"] = _speculation(longest, first_runner)
     return {**arguments, **pool.vllm}

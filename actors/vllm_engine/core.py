@@ -15,6 +15,7 @@ import vllm
 from pydantic import ValidationError
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -107,6 +108,9 @@ class VllmCore:
         if self._keeps_states:
             layer = self._scheduler.kv_cache_config.kv_cache_groups[0].layer_names[0]
             self._core.collective_rpc("keep_states", args=(layer, self.memory.pages, self.memory.page_size))
+        adapters = enumerate(config.target.adapters.items(), start=1)
+        self._adapters = {name: LoRARequest(name, number, path) for number, (name, path) in adapters}
+        self._load_adapters()
         self._names: dict[str, str] = {}  # vLLM's request ids, by session
         self._sessions_with_scores: set[str] = set()  # sessions that request scores or margins
         self._numbers = count()  # for unique request ids
@@ -169,6 +173,14 @@ class VllmCore:
         answers = [(outcome, extra.get(outcome.session, ExtraResults())) for outcome in outcomes]
         return [replace(outcome, scores=more.scores, margin=more.margin) for outcome, more in answers]
 
+    def _load_adapters(self) -> None:
+        """Loads all adapters now, because a failure during a step would end all sessions. Raises ModelError."""
+        for name, adapter in self._adapters.items():
+            try:
+                self._core.add_lora(adapter)
+            except Exception as error:  # vLLM raises many types of exceptions
+                raise ModelError(f"vLLM rejects the adapter {name}: {error}; correct target.adapters") from error
+
     def _open(self, request: Open) -> None:
         """Adds a request. vLLM receives only the maximum length; the verification scheduler detects the end of text."""
         name = f"{request.session}/{next(self._numbers)}"
@@ -187,7 +199,7 @@ class VllmCore:
             sampling_params=params,
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
+            lora_request=self._adapters[request.adapter] if request.adapter else None,
             cache_salt=_cache_salt(request),
             data_parallel_rank=None,
         )

@@ -215,12 +215,22 @@ def take_drafts_from_scheduler(runner: Any, states: WorkerStates | None) -> None
 
 def _with_drafts(runner: Any, execute_model: Callable[..., Any]) -> Callable[..., Any]:
     states = runner.req_states
+    adapter_inputs = runner.lora_state.make_lora_inputs
 
     def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         table = states.draft_tokens
-        for name, drafted in scheduler_output.scheduled_spec_decode_tokens.items():
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        for name, drafted in drafts.items():
             row = torch.tensor(drafted, dtype=table.dtype, device=table.device)
             table[states.req_id_to_index[name], : len(drafted)] = row
+
+        def make_lora_inputs(names: Sequence[str], *inputs: Any) -> tuple[Any, ...]:
+            """Repeats a request's adapter for each of its rows of logits; vLLM expects one row per request."""
+            by_request, *more = adapter_inputs(names, *inputs)
+            rows = [range(1 + len(drafts.get(name, ()))) for name in names]
+            return tuple(one for one, places in zip(by_request, rows, strict=True) for _ in places), *more
+
+        runner.lora_state.make_lora_inputs = make_lora_inputs
         return execute_model(scheduler_output, *args, **kwargs)
 
     return execute

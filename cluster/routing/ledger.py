@@ -67,6 +67,7 @@ class Generation:
     cache_salt: str = ""
     wants_rejected: bool = False  # include rejected draft tokens in `CommittedTokens`
     model: str = ""  # name of the model, for drafters that serve several
+    adapter: str = ""  # name of the model's LoRA adapter; empty: none
     learn_from: Source | None = None  # source of the training example; None: the session becomes no example
 
     def open_with(self, tokens: Sequence[int], attempt: int) -> Open:
@@ -86,6 +87,7 @@ class Generation:
             draft_tokens=self.draft_tokens,
             grammar=self.grammar,
             rules=self.rules,
+            adapter=self.adapter,
         )
 
 

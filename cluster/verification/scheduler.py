@@ -128,6 +128,7 @@ class VerificationLimits:
     keeps_states: bool = True  # True if the engine keeps hidden states next to the cache
     verdict_states_bytes: int | None = None  # maximum bytes of hidden states per verdict; None: the default
     window_bytes: int | None = None  # maximum unacknowledged bytes of hidden states per drafter; None: the default
+    adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that the engine applies
     max_queued: int = 1024
     buffer: BufferLimits = BufferLimits()  # limits on waiting blocks
 
@@ -143,6 +144,8 @@ class VerificationLimits:
             return "acceptance is rejection, but this target only supports coupled; request coupled, or set a seed"
         if self.own_draws_only and request.scoring.prompt_top is not None:
             return "this target scores only generated tokens; remove prompt_logprobs, or logprobs with echo"
+        if request.adapter and request.adapter not in self.adapters:
+            return f"this target does not have the adapter '{request.adapter}'; add it to target.adapters"
         if pages > self.pages:
             return f"max_len is {request.max_len}, expected at most {self.pages * self.page_size}, the cache's size"
         return ""

@@ -57,12 +57,13 @@ class Caller:
                 raise RequestError(message, name)
 
     def bounded(self, generations: Sequence[Generation]) -> list[Generation]:
-        """Applies the key's limits to sessions."""
+        """Applies the key's limits to sessions; keys and adapters share no cached pages."""
         return [self._bounded(one) for one in generations]
 
     def _bounded(self, one: Generation) -> Generation:
         most = one.max_len if self.max_tokens is None else len(one.prompt) + self.max_tokens
-        salt = _combined(self.cache_salt, one.cache_salt) if self.cache_salt else one.cache_salt
+        salt = _combined(f"adapter {one.adapter}", one.cache_salt) if one.adapter else one.cache_salt
+        salt = _combined(self.cache_salt, salt) if self.cache_salt else salt
         return replace(one, max_len=min(one.max_len, most), cache_salt=salt)
 
 
@@ -110,9 +111,9 @@ def _caller(name: str, key: ApiKey) -> Caller:
     return Caller(name, key.max_sessions, key.max_tokens, salt, key.learn)
 
 
-def _combined(key_salt: str, request_salt: str) -> str:
-    """Hashes the key's salt and the request's salt into one; the result reveals neither and has a fixed length."""
-    return hashlib.sha256(f"{key_salt}\n{request_salt}".encode()).hexdigest()
+def _combined(outer: str, inner: str) -> str:
+    """Hashes two salts into one; the result reveals neither and has a fixed length."""
+    return hashlib.sha256(f"{outer}\n{inner}".encode()).hexdigest()
 
 
 ADMIN_PATHS = frozenset({"/", "/metrics"})

@@ -217,6 +217,7 @@ class ModelCard(_Body):
     created: int
     owned_by: str = "slipstream"
     root: str | None = None  # vLLM extension; checkpoint of the model `id`
+    parent: str | None = None  # vLLM extension; base model of an adapter
     max_model_len: int  # vLLM extension; limit on prompt plus answer tokens
 
 

@@ -150,7 +150,7 @@ def create_api(
         max_reading=server.max_requests,  # Serve sends a router twice this number; the rest run
         timeout_s=server.body_timeout_s,
     )
-    names = {name: model for model in models for name in model.config.served_names}
+    names = {name: model for model in models for name in model.config.api_names}
     service = Service(names, server, metrics, bodies, RequestSpans(tracer))
     api.router.routes.extend(_body_routes(service, needs_key=bool(server.keys)))
     _add_model_routes(api, config)
@@ -396,7 +396,7 @@ class ApiEndpoint(Generic[RequestT]):
         """Parses and checks the request, then tokenizes its prompts, both off the event loop."""
         service = self._service
         request, model, grammar = await service.in_thread(self._parse, body)
-        service.metrics.attribute(record, model.config.model.name)
+        service.metrics.attribute(record, model.config.adapter_of(request.model) or model.config.model.name)
         exchange.caller.check(request)
         sessions = request.prompt_count * request.n
         model.generator.check_room(sessions)

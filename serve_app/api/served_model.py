@@ -23,13 +23,14 @@ def version() -> str:
 
 
 def model_list(config: SlipstreamConfig) -> ModelList:
-    """Returns a model card for each served name."""
+    """Returns a model card for each served name and adapter."""
     created = int(time.time())
-    cards = (
-        ModelCard(id=name, created=created, root=one.name, max_model_len=one.config.model.max_context)
-        for one in config.served
-        for name in one.config.served_names
-    )
+    cards = []
+    for one in config.served:
+        card = ModelCard(id=one.name, created=created, root=one.name, max_model_len=one.config.model.max_context)
+        cards += [card.model_copy(update={"id": name}) for name in one.config.served_names]
+        for name in one.config.target.adapters:
+            cards.append(card.model_copy(update={"id": name, "root": name, "parent": one.name}))
     return ModelList(data=tuple(cards))
 
 
@@ -53,7 +54,7 @@ def fingerprint(config: SlipstreamConfig, checkpoint: str) -> str:
         "version": version(),
         "weights": checkpoint or config.model.target,
         "model": config.model.model_dump(include={"dtype", "max_context", "numerics"}),
-        "target": config.target.model_dump(include={"engine", "vllm", "tensor_parallel"}),
+        "target": config.target.model_dump(include={"engine", "vllm", "adapters", "tensor_parallel"}),
         "server": config.server.model_dump(include=SERVER_FIELDS),
     }
     text = json.dumps(decisive, sort_keys=True, default=str)

@@ -194,6 +194,7 @@ def resolve(
                 wants_rejected=request.speculation.rejected,
                 traceparent=traceparent,
                 model=config.model.name,
+                adapter=config.adapter_of(request.model),
                 learn_from=learn_from,
             )
             for choice in range(request.n)

@@ -32,6 +32,7 @@ from cluster.config_sections import HEADS
 from cluster.errors import ModelError
 from serve_app.api.chat_template import templates_of
 
+ADAPTER_CONFIG = "adapter_config.json"
 PAIR = "pair: "  # begins the line that describes how the draft's tokens become the target's
 
 
@@ -119,6 +120,10 @@ def check_target_files(config: SlipstreamConfig, target: Path, *, with_weights: 
         check_files(target, is_whole)
     elif is_whole:
         checkpoint_fingerprint(target)  # reads headers only, because vLLM quantizes and fuses weights itself
+    for name, adapter in config.target.adapters.items():
+        folder = Path(adapter).expanduser()
+        if folder.is_dir() and not (folder / ADAPTER_CONFIG).is_file():
+            raise ModelError(f"adapter {name}: {folder} has no {ADAPTER_CONFIG}; correct target.adapters.{name}")
     templates_of(load_tokenizer(target))
     return vocabulary(target)
 

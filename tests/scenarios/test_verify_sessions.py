@@ -485,6 +485,14 @@ def test_a_rival_outside_the_vocabulary_is_refused():
     """)
 
 
+def test_an_unknown_adapter_is_refused():
+    Target(adapters=frozenset({"sql"})).run("""
+        router#1: Open a 1,2 adapter=sql
+        router#1: Open b 1,2 adapter=chat
+            router#1 <- Refusal b invalid "this target does not have the adapter 'chat'; add it to target.adapters"
+    """)
+
+
 # ---------------------------------------------------------------- planned departure
 
 SERVING = """

@@ -336,6 +336,7 @@ def read_sampling(word: str) -> Sampling:
 
 
 FIELDS: dict[str, Callable[[str], Any]] = {
+    "adapter": str,
     "acceptance": lambda word: Acceptance[word.upper()],
     "assignment_token": read_assignment_token,
     "attempt": int,

@@ -1,7 +1,7 @@
 """Requests of every kind that a vLLM target supports, for the tiny model, with Slipstream's own engine as reference."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,7 +57,12 @@ LOOKUP: Mapping[str, Any] = MappingProxyType({"method": "ngram"})
 
 
 def config(
-    folder: Path, ranks: int = 1, draft: Mapping[str, Any] = LOOKUP, dtype: str = "float32", **vllm: object
+    folder: Path,
+    ranks: int = 1,
+    draft: Mapping[str, Any] = LOOKUP,
+    dtype: str = "float32",
+    adapters: Mapping[str, str] = MappingProxyType({}),
+    **vllm: object,
 ) -> SlipstreamConfig:
     arguments = {"enforce_eager": True, "block_size": 32, **vllm}
     return validated(
@@ -70,6 +75,7 @@ def config(
                 "max_step_tokens": STEP_TOKENS,
                 "cache_per_rank": {"gib": 0.1},
                 "vllm": arguments,
+                "adapters": dict(adapters),
             },
             "draft": dict(draft),
             "speculation": {"draft_tokens": LONGEST},
@@ -77,7 +83,9 @@ def config(
     )
 
 
-def limits(pages: int, page_size: int, states: StatesFormat | None = None) -> VerificationLimits:
+def limits(
+    pages: int, page_size: int, states: StatesFormat | None = None, adapters: Iterable[str] = ()
+) -> VerificationLimits:
     return VerificationLimits(
         vocabulary=VOCABULARY,
         max_context=CONTEXT,
@@ -88,11 +96,13 @@ def limits(pages: int, page_size: int, states: StatesFormat | None = None) -> Ve
         trees=False,
         own_draws_only=True,
         states=states,
+        adapters=frozenset(adapters),
     )
 
 
-def on_vllm(core: object) -> ScriptedTarget:
-    return ScriptedTarget(core.step, limits(core.memory.pages, core.memory.page_size), core.memory)
+def on_vllm(core: object, adapters: Iterable[str] = ()) -> ScriptedTarget:
+    bounds = limits(core.memory.pages, core.memory.page_size, adapters=adapters)
+    return ScriptedTarget(core.step, bounds, core.memory)
 
 
 def on_own_engine(folder: Path) -> ScriptedTarget:

@@ -9,6 +9,7 @@ import torch
 from actors.vllm_engine.arguments import ENVIRONMENT
 from tests.byte_tokenizer import byte_tokenizer
 from tests.vllm import second_runner
+from tests.vllm.adapters import ADAPTERS, save_adapter, texts_of_vllm
 from tests.vllm.cases import on_own_engine, open_all
 from tests.vllm.scripted import Life, Scripts
 
@@ -57,3 +58,15 @@ def own_lives(tiny_llama: Path) -> dict[str, Life]:
 def whole(own_lives: dict[str, Life]) -> dict[str, list[int]]:
     """Returns texts with their prompts, from Slipstream's own engine without drafts."""
     return {session: life.prefix.tokens for session, life in own_lives.items()}
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Returns the folders of two random LoRA adapters of `tiny_llama`, by name."""
+    return {name: save_adapter(tmp_path_factory.mktemp(name), seed) for seed, name in enumerate(ADAPTERS)}
+
+
+@pytest.fixture(scope="session")
+def adapted(tiny_llama: Path, adapters: dict[str, str]) -> dict[str, list[int]]:
+    """Returns unmodified vLLM's greedy texts of the base and its adapters."""
+    return texts_of_vllm(tiny_llama, adapters)

@@ -48,8 +48,9 @@ def weights_volume(config: SlipstreamConfig, image: str) -> list[Json]:
 
 def downloads(config: SlipstreamConfig) -> list[str]:
     """Returns the models with Hugging Face ids; models given by path are already on the volume."""
-    names = [name for one in config.served for name in (one.config.model.target, one.config.draft.model) if name]
-    return [name for name in dict.fromkeys(names) if not PurePosixPath(name).is_absolute()]
+    parts = [one.config for one in config.served]
+    names = [name for one in parts for name in (one.model.target, one.draft.model, *one.target.adapters.values())]
+    return [name for name in dict.fromkeys(names) if name and not PurePosixPath(name).is_absolute()]
 
 
 def _job(names: list[str], image: str) -> Json:

@@ -343,7 +343,7 @@ def test_paths_and_overrides_of_several_models(tmp_path):
         ({"model": {"target": "x"}}, "model: a configuration with models has this below models.NAME"),
         ({"drafts": {}}, "models use draft pools cheap, which are missing in drafts"),
         ({"drafts": {"cheap": {"method": "ngram"}, "idle": {"method": "ngram"}}}, "drafts.idle is the draft pool of"),
-        ({"models": {"a": NAMED, "b": NAMED}, "drafts": {}}, "several models are served as x"),
+        ({"models": {"a": NAMED, "b": NAMED}, "drafts": {}}, "several models or adapters are served as x"),
         ({"server": {"served_names": ["x"]}}, "server.served_names names a single model"),
         ({"models": {"Large": {"model": {"target": "t"}}}}, "models.Large.[key]: String should match pattern"),
         ({"models": {"a": {"model": {"target": "t"}}, "b": {"model": {"target": "u"}}},

@@ -120,6 +120,7 @@ def opens(draw: st.DrawFn) -> Open:
         grammar=draw(st.text(max_size=8)),
         wants_rejected=draw(st.booleans()),
         may_learn=draw(st.booleans()),
+        adapter=draw(st.text(max_size=5)),
     )
 
 

@@ -23,6 +23,7 @@ DIFFERENCE = Difference(
     choice=0,
     acceptance=Acceptance.COUPLED,
     draft_tokens=4,
+    adapter="",
     served_by=("10.0.0.1:1",),
     audited_by="10.0.0.2:2",
 )

@@ -1,10 +1,12 @@
 """Tests the vLLM arguments that a target accepts, and the configurations that it refuses."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from cluster.config import SlipstreamConfig, validated
+from cluster.config import SlipstreamConfig, load_config, validated
 from cluster.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {
@@ -35,6 +37,7 @@ def test_arguments_pass_unchanged() -> None:
         ("scheduler_cls worker_cls worker_extension_cls logits_processors", "cannot be set: Slipstream"),
         ("skip_tokenizer_init", "cannot be set: only the router tokenizes text"),
         ("runner", "cannot be set: targets only generate text"),
+        ("max_loras", r"cannot be set: .*target\.adapters"),
         ("model tokenizer", r"cannot be set; set model\.target instead"),
         ("served_model_name", r"cannot be set; set model\.served_name instead"),
         ("dtype", r"cannot be set; set model\.dtype instead"),
@@ -101,3 +104,36 @@ def test_features_of_the_own_engine_alone_are_refused_for_vllm(sections: dict[st
         validated({**SMALLEST, **sections})
     own = {"engine": "slipstream"}
     assert validated({**SMALLEST, "target": own, **sections}).target.engine == "slipstream"
+
+
+ADAPTED: dict[str, Any] = {"vllm": {"enable_lora": True}, "adapters": {"sql": "./sql"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            {"engine": "slipstream", "vllm": {}},
+            "target: .*engine slipstream does not support adapters; set engine to vllm",
+        ),
+        ({"engine": "mixed", "replicas": {"max": 2}}, "engine mixed does not support adapters"),
+        ({"vllm": {}}, "adapters require vllm.enable_lora; set it to true"),
+        ({"adapters": {"target": "./a"}}, "several models or adapters are served as target; rename"),
+        ({"adapters": {"sql": {"path": "./a"}}}, "target.adapters.sql: .*valid string"),
+    ],
+)
+def test_adapters_need_vllm_and_names_of_their_own(change: dict[str, Any], why: str) -> None:
+    assert with_target(**ADAPTED).api_names == ("target", "sql")
+    with pytest.raises(ConfigError, match=why):
+        with_target(**{**ADAPTED, **change})
+
+
+def test_adapters_of_two_models_have_different_names() -> None:
+    entry = {"model": SMALLEST["model"], "target": {**SMALLEST["target"], **ADAPTED}}
+    with pytest.raises(ConfigError, match="several models or adapters are served as sql"):
+        validated({"models": {"a": entry, "b": entry}, "draft": SMALLEST["draft"]})
+
+
+def test_an_adapters_folder_is_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**SMALLEST, "target": {**SMALLEST["target"], **ADAPTED}}))
+    assert load_config(tmp_path / "config.yaml").target.adapters == {"sql": str(tmp_path / "sql")}

@@ -57,6 +57,14 @@ def test_tensor_parallelism_and_quantization_are_left_to_vllm(folder: Path) -> N
     assert "by vLLM" in found[0]
 
 
+def test_an_adapters_folder_has_its_description(folder: Path, tmp_path: Path) -> None:
+    pool = {"engine": "vllm", "vllm": {"enable_lora": True}, "adapters": {"sql": str(tmp_path), "chat": "org/Chat"}}
+    with pytest.raises(ModelError, match=r"adapter sql: .* has no adapter_config\.json; correct target\.adapters\.sql"):
+        check_models(config(folder, **pool), with_weights=False)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    check_models(config(folder, **pool), with_weights=False)
+
+
 @pytest.mark.parametrize("engine", ["slipstream", "vllm"])
 def test_common_files_are_required_for_every_engine(folder: Path, engine: str) -> None:
     (folder / "tokenizer.json").unlink()

@@ -192,6 +192,8 @@ def test_models_on_the_volume_are_not_downloaded() -> None:
     assert downloads(config()) == ["some/model", "a/draft"]
     local = config(model={"target": "/models/mine"}, draft={"model": None, "method": "ngram"})
     assert downloads(local) == []
+    adapters = {"engine": "vllm", "vllm": {"enable_lora": True}, "adapters": {"a": "/models/a", "b": "some/adapter"}}
+    assert downloads(config(target={**adapters, "cache_per_rank": {"gib": 1}}))[-1] == "some/adapter"
     assert "kind: Job" not in rendered(local, "c.yaml")["models.yaml"]
 
 
