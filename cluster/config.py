@@ -196,7 +196,7 @@ class TargetPool(Section):
         description="inference engine; mixed: half of the replicas use vLLM",
     )
     vllm: dict[str, Any] = Field(default_factory=dict, description="fields of vLLM's EngineArgs")
-    adapters: dict[str, str] = Field({}, description="LoRA adapters: Hugging Face id or folder by API name; vllm only")
+    adapters: dict[str, str] = Field({}, description="LoRA adapters by API name: Hugging Face id or folder")
     tensor_parallel: Positive = Field(1, description="tensor-parallel ranks per replica")
     replicas: TargetReplicas = TargetReplicas()
     resources_per_rank: Resources = Resources()

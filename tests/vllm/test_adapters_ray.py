@@ -17,6 +17,7 @@ from tests.integration.serving import Served
 from tests.integration.test_several_models import samples
 from tests.vllm.adapters import ADAPTERS, NEW_TOKENS, PROMPTS
 from tests.vllm.cases import config
+from tests.vllm.test_ray import eventually
 
 MODELS = ("base", *ADAPTERS)
 ASKED = [(name, at) for name in MODELS for at in range(len(PROMPTS))]
@@ -41,7 +42,7 @@ def served(tiny_llama: Path, adapters: dict[str, str], expected: dict[tuple[str,
     given["model"] |= {"served_name": "base"}
     given["target"] |= {"replicas": {"min": 2, "max": 2}, "resources_per_rank": {"num_cpus": 0.3}}
     given["speculation"] |= {"schedule": "lock_step"}
-    two_targets = validated({**given, "server": {"port": 0}})
+    two_targets = validated({**given, "server": {"port": 0, "audit": {"share": 1}}})
     with serving(two_targets, Console(quiet=True)) as url:
         yield Served(url, two_targets)
 
@@ -73,6 +74,14 @@ def test_drafts_change_no_drawn_text(served: Served, name: str) -> None:
     drawn = {"temperature": 1, "seed": 5}
     plain = text_of(served, name, 0, **drawn, extra_body={"speculation": {"draft_tokens": 0}})
     assert {text_of(served, name, 0, **drawn) for _ in range(3)} == {plain}
+
+
+def test_audits_apply_the_adapter(served: Served) -> None:
+    def audited(outcome: str) -> int:
+        return sum(router["audits"][outcome] for router in served.inspect("Router"))
+
+    eventually(lambda: audited("equal") >= len(ASKED), "the requests so far are audited")
+    assert audited("differs") == 0
 
 
 def test_a_session_moves_with_its_adapter(served: Served, expected: dict[tuple[str, int], str]) -> None:
