@@ -52,7 +52,7 @@ def served(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
                 },
             },
             "draft": {"model": str(save_model(tmp_path_factory.mktemp("draft"), byte_level(100), 2))},
-            "server": {"port": 0},
+            "server": {"port": 0, "target_wait_s": 240},  # a busy machine starts a target slowly
         }
     )
     with serving(config, Console(quiet=True)) as url:
