@@ -23,7 +23,7 @@ from cluster.audit import Audits
 from cluster.config import AuditConfig, validated
 from cluster.routing.membership import Endpoint, Members
 from serve_app.api.metrics import Metrics
-from serve_app.api.routes import create_api
+from serve_app.api.routes import ModelService, create_api
 from serve_app.api.text import TextCodec
 from serve_app.router import Router, RouterLimits
 from tests.byte_tokenizer import byte_tokenizer
@@ -70,7 +70,7 @@ async def served(addresses: Addresses) -> AsyncIterator[str]:
     membership = StaticMembership(Members(targets, drafters))
     router = Router(membership, harness.IDENTITY, RouterLimits(max_sessions=2 * SESSIONS, target_wait_s=5), audits)
     running = asyncio.create_task(router.run())
-    api = create_api(router, codec, config, Metrics(), _unused_health)
+    api = create_api([ModelService(router, codec, config)], config, Metrics(), _unused_health)
     server = uvicorn.Server(uvicorn.Config(api, log_level="error", lifespan="off"))
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:  # queues early connections
         serving = asyncio.create_task(server.serve([listening]))
