@@ -66,7 +66,7 @@ class TargetAccess:
 
 
 class Drafter:
-    """Drafts for the sessions of any number of routers, verified by any number of targets of any number of models."""
+    """Drafts for sessions of any number of routers, targets and models."""
 
     def __init__(
         self,

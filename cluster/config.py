@@ -728,7 +728,7 @@ def _override(data: dict[str, Any], keys: list[str], value: str, name: str) -> N
 
 
 def _sections(data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Returns the sections with user-defined names below a key, as far as they are mappings."""
+    """Returns the mappings among the sections with user-defined names below a key."""
     named = data.get(key)
     return [part for part in named.values() if isinstance(part, dict)] if isinstance(named, dict) else []
 

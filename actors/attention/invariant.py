@@ -1,7 +1,7 @@
-"""Finds the paddings with which attention gives a query the same bits in every step, by trials on this processor.
+"""Finds paddings for which attention gives a query the same bits in every step, by trials on this processor.
 
-How torch's CPU kernel rounds is determined by the sizes of a call alone, so two sizes that agree in all elements of a
-large random trial use the same order of summation. An EPYC with AVX-512 BF16, for instance, sums 193 to 383 keys in two
+The sizes of a call alone determine how torch's CPU kernel rounds, so two sizes that agree in all elements of a large
+random trial use the same order of summation. An EPYC with AVX-512 BF16, for instance, sums 193 to 383 keys in two
 halves, but starts with 192 keys if there are more.
 """
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from actors.attention.sdpa_gather import KEY_BLOCK, Padding, SdpaGather
 from actors.attention.select_backend import AttentionShape
 
-QUERIES = 4  # fewer queries, also as the rest of a block of queries, are summed differently
-STEP = 16  # keys that processors sum side by side
-# Numbers of queries around those at which torch changes its blocks of queries, and with rests of blocks.
+QUERIES = 4  # fewer queries, or a remainder of fewer, are summed differently
+STEP = 16  # keys that vector units sum in parallel
+# Query counts around those at which torch changes its block size, and counts that leave a remainder.
 TRIED_QUERIES = (4, 28, 32, 36, 64, 196, 772)
 HIDDEN_KEYS = (7, 100)  # padding keys of a trial
 

@@ -24,12 +24,12 @@ SHORT_CONTEXT = 256  # contexts up to this length share a group; longer contexts
 CPU_POSITIONS = 2048  # maximum keys per group on a CPU, so that the gathered copy fits in its cache
 
 
-KEY_BLOCK = 512  # keys that torch's kernel attends at a time; it adds the blocks' results in order
+KEY_BLOCK = 512  # keys per block of torch's kernel, which adds the blocks' results in order
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Numbers of queries and keys per call for which torch's kernel rounds a query alike."""
+    """Query and key counts per call for which torch's kernel rounds each query the same way."""
 
     queries: int  # divides each number of queries, where heads that share a key count as queries
     last_keys: tuple[int, ...]  # numbers of keys in the last block, ascending, up to KEY_BLOCK

@@ -1,4 +1,4 @@
-"""Proves at load that a row of a step has the same logits, bit by bit, whatever else runs in the step.
+"""Checks at load that a row of a step has the same logits, bit by bit, whatever else runs in the step.
 
 The same texts are computed token by token, each alone, then in prompt chunks of another size, in blocks, with other
 rows, on other pages, and as paths of trees. Rounding depends on the shapes of operations and not on their numbers, so

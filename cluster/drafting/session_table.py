@@ -386,7 +386,7 @@ class SessionTable:
         return session.target, session.reset(self.version_watch.version)
 
     def _surplus(self, model: str) -> DraftSequence | None:
-        """Returns a session of another model whose loss to `model` makes their shares of the drafter more even."""
+        """Returns a session of another model to replace by one of `model`, if that evens out their shares."""
         counts = Counter(session.open.model for session in self.all.values())
         largest, most = counts.most_common(1)[0]
         if most - counts[model] < 2:

@@ -319,7 +319,7 @@ class Service:
         return self.models[name]
 
     def check_room(self) -> None:
-        """Raises the refusal of a generator if each of them refuses further sessions."""
+        """Raises a generator's refusal if all generators refuse further sessions."""
         for model in self.models.values():
             try:
                 model.generator.check_room(1)

@@ -124,7 +124,7 @@ def recordings(application: str) -> list[Actor]:
 
 
 def _ask_all(application: str, method: str, *kinds: str) -> list[Any]:
-    """Calls a method of all replicas of the deployments of some kinds, such as all target pools."""
+    """Calls a method of all replicas of the given kinds of deployment, such as all target pools."""
     names = [name for name in serve.status().applications[application].deployments if kind_of(name) in kinds]
     return [answer for name in names for answer in broadcast(deployed(name, application), method)]
 

@@ -160,7 +160,7 @@ FULL = '"this drafter is full, and another model has fewer sessions"'
 
 
 def test_a_full_drafter_divides_its_sessions_evenly_among_models():
-    """A newcomer takes the place of a session of the model with the most, until both have the same number."""
+    """A new session replaces one of the model with the most sessions until both models have equally many."""
     drafter = Drafter()
     for session in range(LIMITS.max_sessions):
         drafter.do(f"router#1: Open s{session} 1,2 model=large")
