@@ -296,7 +296,7 @@ def as_numbers(settings: Settings) -> dict[str, float]:
 
 
 def reported_settings(kind: type[Scaling], pool: str, metrics: Mapping[str, Mapping[Any, float]]) -> Scaling | None:
-    """Reads the settings of one pool, named by its deployment, from metrics, which map name and replica to value.
+    """Reads one pool's settings from metrics by name and replica; `pool` is its deployment.
 
     Returns None until a replica has reported every required setting. During an update, replicas report different
     settings; the choice among them is arbitrary.
@@ -382,7 +382,7 @@ def _targets(one: Observed) -> PoolDecision:
 
 
 def _drafters(one: Observed, targets: Sequence[tuple[Observed, PoolDecision]]) -> PoolDecision:
-    """Decides by the target pools that report this draft pool's settings."""
+    """Sizes a draft pool by the target pools that report its settings."""
     scaling: DraftScaling | None = None
     reports: list[TargetReport] = []
     target_size = 0

@@ -582,7 +582,9 @@ class SlipstreamConfig(Section):
             config = validate({**data, "model": ModelConfig(target="")})
             config._check_models()
             first = config.served[0].config
-            vars(config).update({name: getattr(first, name) for name in MODEL_SECTIONS})  # frozen only for others
+            vars(config).update(
+                {name: getattr(first, name) for name in MODEL_SECTIONS}
+            )  # frozen for users, not for its validator
         for one in config.served:
             one.config._check_engine_support()
         names = [name for one in config.served for name in one.config.api_names]

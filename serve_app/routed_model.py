@@ -82,7 +82,7 @@ class RoutedModel:
 
 
 def summed(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Adds up the answers of `RoutedModel.inspect`; a router is ready once each model reaches a target."""
+    """Combines the answers of `RoutedModel.inspect`; a router is ready once each model reaches a target."""
     counts = ("remedies", "routed", "handovers", "audits", "examples")
     return {
         "idle": all(one["idle"] for one in states),

@@ -271,7 +271,7 @@ class StartedDrafter:
 
 
 def start_drafter(models: Sequence[SlipstreamConfig]) -> StartedDrafter:
-    """Loads and measures the drafting method. Raises ModelError if it does not fit the target of each model."""
+    """Loads and measures the drafting method. Raises ModelError if it does not match every model's target."""
     config = of_drafters(models)
     targets = {one.model.name: _target_files(one.model.target, with_weights=False) for one in models}
     files, *others = targets.values()

@@ -21,6 +21,7 @@ from serve_app.cli.main import (
     check_models_of,
     load,
     load_demo,
+    load_single,
     main,
 )
 from tools.drafts.command import drafts_app
@@ -85,7 +86,7 @@ def bench(
     if url is not None:
         measure_rates(url, key, plan, rate or [], requests, console, *paths)
         return
-    config = load_demo(overrides, port, console) if config_path is None else load(config_path, overrides, port)
+    config = load_demo(overrides, port, console) if config_path is None else load_single(config_path, overrides, port)
     check_models_of(config, console, with_weights=address is None)
     from serve_app.operations.checks import on_loopback
     from serve_app.operations.local import serving

@@ -31,7 +31,7 @@ KEY_BLOCK = 512  # keys per block of torch's kernel, which adds the blocks' resu
 class Padding:
     """Query and key counts per call for which torch's kernel rounds each query the same way."""
 
-    queries: int  # divides each number of queries, where heads that share a key count as queries
+    queries: int  # query counts are multiples of this; each head that shares a key adds its own queries
     last_keys: tuple[int, ...]  # numbers of keys in the last block, ascending, up to KEY_BLOCK
 
     def keys(self, end: int) -> int:

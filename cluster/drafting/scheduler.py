@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 KnownTargets = Callable[[str], frozenset[str] | None]
-"""Returns the current target addresses of a model, none for a model that the drafter does not serve; None: any."""
+"""Returns a model's current target addresses: none if the drafter does not serve it, None if any is allowed."""
 
 
 def _any_target(_: str) -> None:

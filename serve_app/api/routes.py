@@ -110,7 +110,7 @@ Exposition = Callable[[], Awaitable[bytes]]
 
 @dataclass(frozen=True)
 class ModelService:
-    """What the endpoints need to serve one model."""
+    """One model's generator, text codec and settings, as the endpoints use them."""
 
     generator: Generator
     text: TextCodec

@@ -188,7 +188,7 @@ def _missing_clause(missing: Mapping[str, float], most: Mapping[str, float], is_
 
 
 def _unmet_total(replica_needs: Iterable[ReplicaNeed], nodes: Sequence[Node], labels: Mapping[str, str]) -> list[str]:
-    """Returns a line if each pool fits alone but the pools together do not fit the nodes with `labels`, else none."""
+    """Returns a line if the pools fit the nodes with `labels` individually but not in total, else none."""
     total: Counter[str] = Counter()
     for need in replica_needs:
         for name, amount in need.resources.items():

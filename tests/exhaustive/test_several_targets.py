@@ -13,11 +13,9 @@ from threading import Event
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from openai import OpenAI
 from ray.cluster_utils import Cluster
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.config import SlipstreamConfig, load_config
 from serve_app.app import APPLICATION
@@ -26,7 +24,7 @@ from serve_app.operations.local import checked_port
 from serve_app.operations.ray_cluster import connected
 from tests.exhaustive.gemma3 import Unavailable, prepare_gemma3
 from tests.exhaustive.test_any_cluster import STORE_BYTES, slipstream
-from tests.integration.serving import Served
+from tests.integration.serving import Served, greedy_texts
 from tests.integration.test_serving import eventually
 
 SMOLLM2, GEMMA = "smollm2", "google/gemma-3-270m"
@@ -97,19 +95,7 @@ def served(cluster: Cluster, config: SlipstreamConfig, tmp_path_factory: pytest.
 @pytest.fixture(scope="module")
 def expected(config: SlipstreamConfig) -> dict[str, dict[str, str]]:
     """Each model's own greedy continuations."""
-    return {one.name: greedy_texts(one.config.model.target) for one in config.served}
-
-
-def greedy_texts(folder: str) -> dict[str, str]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = {}
-    for prompt in PROMPTS:
-        ids = torch.tensor([tokenizer(prompt).input_ids])
-        out = model.generate(ids, do_sample=False, max_new_tokens=TOKENS, attention_mask=torch.ones_like(ids))
-        texts[prompt] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    return texts
+    return {one.name: greedy_texts(one.config.model.target, PROMPTS, TOKENS) for one in config.served}
 
 
 def stream(client: OpenAI, model: str, prompt: str) -> tuple[str, float]:

@@ -266,7 +266,7 @@ async def cluster(
         drafter = Drafter(
             wrap_method(method),
             DrafterLimits(vocabulary, context, sessions, layout, NO_BOUNDS if reading is None else reading.bounds),
-            {"": IDENTITY, "toy": IDENTITY},  # the second one over HTTP
+            {"": IDENTITY, "toy": IDENTITY},  # sessions over HTTP name their model
             draft_ahead=not lock_step,
             access=TargetAccess(
                 credentials=credentials_of(trust, PeerRole.DRAFTER),

@@ -1,7 +1,7 @@
 """Demo pair served for tests with real Ray, gRPC, HTTP and models in float32."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,6 +73,19 @@ def built_by(import_path: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(deploying, "application_schema", built)
         yield
+
+
+def greedy_texts(folder: str, prompts: Iterable[str], tokens: int) -> dict[str, str]:
+    """Returns greedy continuations of raw prompts by transformers in float32, each of exactly `tokens` tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = {}
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer(prompt).input_ids])
+        out = model.generate(ids, do_sample=False, max_new_tokens=tokens, attention_mask=torch.ones_like(ids))
+        texts[prompt] = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    return texts
 
 
 class Reference:

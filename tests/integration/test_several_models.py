@@ -10,15 +10,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.config import validated
 from serve_app.operations.local import serving
-from tests.integration.serving import Served
+from tests.integration.serving import Served, greedy_texts
 from tests.integration.test_translation import save_model
 from tests.toy_tokenizers import byte_level, sentence_piece
 
@@ -52,7 +50,7 @@ def served(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
                 },
             },
             "draft": {"model": str(save_model(tmp_path_factory.mktemp("draft"), byte_level(100), 2))},
-            "server": {"port": 0, "target_wait_s": 240},  # a busy machine starts a target slowly
+            "server": {"port": 0, "target_wait_s": 240},  # starting a target takes long on a busy machine
         }
     )
     with serving(config, Console(quiet=True)) as url:
@@ -62,16 +60,8 @@ def served(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, str]) -> dict[tuple[str, str], str]:
     """Each model's own greedy continuation of each prompt."""
-    texts = {}
-    for name, folder in folders.items():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        model.generation_config.eos_token_id = None
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        for prompt in PROMPTS:
-            ids = torch.tensor([tokenizer(prompt).input_ids])
-            out = model.generate(ids, do_sample=False, max_new_tokens=TOKENS, attention_mask=torch.ones_like(ids))
-            texts[name, prompt] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    return texts
+    texts = {name: greedy_texts(folder, PROMPTS, TOKENS) for name, folder in folders.items()}
+    return {(name, prompt): text for name, answers in texts.items() for prompt, text in answers.items()}
 
 
 def complete(served: Served, model: str, prompt: str) -> str:

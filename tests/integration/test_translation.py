@@ -11,10 +11,11 @@ import torch
 from openai import OpenAI
 from openai.types import Completion
 from rich.console import Console
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.config import validated
 from serve_app.operations.local import serving
+from tests.integration.serving import greedy_texts
 from tests.toy_tokenizers import byte_level, sentence_piece
 
 PROMPTS = ("the quick brown fox", "def add(a, b):\n\treturn", "東京都 🙂", "e\u0301 and <mark> x", "123 z", "y; w")
@@ -68,16 +69,10 @@ def accepted(answer: Completion) -> int:
 
 
 def test_greedy_text_equals_generate(client: OpenAI, target: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    tokenizer = byte_level(100)
     total = 0
-    for prompt in PROMPTS:
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        with torch.inference_mode():
-            out = model.generate(ids, do_sample=False, max_new_tokens=TOKENS)
+    for prompt, text in greedy_texts(str(target), PROMPTS, TOKENS).items():
         answer = complete(client, prompt, 4, temperature=0)
-        assert answer.choices[0].text == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        assert answer.choices[0].text == text
         total += accepted(answer)
     assert total > 0
 

@@ -66,7 +66,7 @@ def pool_labels(section: str, pool: TargetPool | DraftPool) -> dict[str, str]:
 
 
 def group_name(section: str) -> str:
-    """Returns the worker group of a pool: target or draft, followed by the name of one of several pools."""
+    """Returns the name of a pool's worker group, such as `target`, `target-small` or `draft-fast`."""
     match section.split("."):
         case ["models", name, kind]:
             return f"{kind}-{name}"

@@ -154,7 +154,7 @@ def test_invariant_products_stay_below_the_number_of_rows_that_changes_a_row():
     products = InvariantProducts(product)
     weight = torch.randn(24, 16)
     products(weight)
-    tiled = products(weight)  # of a shape that is known
+    tiled = products(weight)  # this shape has been tried
     x, other = torch.randn(70, 16), torch.randn(70, 24)
     alone = torch.cat([tiled(row) for row in x.split(1)])
     assert torch.equal(tiled(x), alone)

@@ -19,8 +19,8 @@ from actors.models.decoder import ForwardOutput, decoder_for
 from cluster.page_allocator import SlotMove
 
 PAGE_SIZE = 16
-LENGTHS = (9, 250, 620)  # of texts
-PAGES_EACH = 41  # for a text and a tree after it
+LENGTHS = (9, 250, 620)  # tokens per text
+PAGES_EACH = 41  # pages for a text and the tree after it
 PAGES = 2 * PAGES_EACH * len(LENGTHS)
 VOCABULARY = 128
 WRONG = 1  # token of rejected nodes
@@ -70,7 +70,7 @@ def texts(request: pytest.FixtureRequest) -> Texts:
     return Texts(request.param)
 
 
-# Parts of texts in one step: index of the text, number of tokens, and whether they are every second node of a tree.
+# Rows of one step: the index of the text, the number of tokens, and whether they are every second node of a tree.
 PARTS = st.lists(
     st.tuples(st.integers(0, len(LENGTHS) - 1), st.integers(1, 9) | st.integers(1, 400), st.booleans()),
     min_size=1,

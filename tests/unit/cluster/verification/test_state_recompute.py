@@ -57,6 +57,15 @@ class RecomputeHarness(StatesHarness):
         return found
 
 
+def after_four_steps() -> tuple[RecomputeHarness, tuple[int, ...]]:
+    """Returns a harness with a session that decoded four tokens without a drafter, and the session's tokens."""
+    harness = RecomputeHarness()
+    harness.open(tokens=(1, 2, 3), max_len=60)
+    for _ in range(4):
+        harness.step()
+    return harness, (1, 2, 3, *text((1, 2, 3), 4))
+
+
 def test_states_of_a_step_are_sent_with_its_verdict():
     harness = RecomputeHarness()
     harness.open(tokens=(1, 2, 3))
@@ -80,11 +89,7 @@ def test_prompt_states_are_sent_after_each_chunk():
 
 
 def test_a_late_drafter_has_the_text_recomputed():
-    harness = RecomputeHarness()
-    harness.open(tokens=(1, 2, 3), max_len=60)
-    for _ in range(4):
-        harness.step()
-    tokens = (1, 2, 3, *text((1, 2, 3), 4))
+    harness, tokens = after_four_steps()
     harness.attach_from(tokens, 0)
     assert harness.feeds.next_read() is None
     (states,) = harness.states_of_steps(1)
@@ -96,11 +101,7 @@ def test_a_late_drafter_has_the_text_recomputed():
 
 
 def test_only_missing_states_are_recomputed():
-    harness = RecomputeHarness()
-    harness.open(tokens=(1, 2, 3), max_len=60)
-    for _ in range(4):
-        harness.step()
-    tokens = (1, 2, 3, *text((1, 2, 3), 4))
+    harness, tokens = after_four_steps()
     harness.attach_from(tokens, len(tokens) - 3)
     (states,) = harness.states_of_steps(1)
     assert (states.first, states.end) == (len(tokens) - 3, len(tokens))
@@ -109,11 +110,7 @@ def test_only_missing_states_are_recomputed():
 
 def test_no_states_beyond_a_rollback_are_offered_to_a_drafter_that_attaches_again():
     """Otherwise the target would read them forever, because it cannot send them."""
-    harness = RecomputeHarness()
-    harness.open(tokens=(1, 2, 3), max_len=60)
-    for _ in range(4):
-        harness.step()
-    tokens = (1, 2, 3, *text((1, 2, 3), 4))
+    harness, tokens = after_four_steps()
     harness.attach_from(tokens, 0)
     harness.feeds.before_step()
     harness.attach_from(tokens, len(tokens) - 2)
@@ -165,11 +162,7 @@ def test_a_prefix_hit_is_recomputed_only_from_where_a_drafter_may_begin(by, firs
 
 
 def test_a_late_drafter_may_begin_within_the_text():
-    harness = RecomputeHarness()
-    harness.open(tokens=(1, 2, 3), max_len=60)
-    for _ in range(4):
-        harness.step()
-    tokens = (1, 2, 3, *text((1, 2, 3), 4))
+    harness, tokens = after_four_steps()
     harness.attach_from(tokens, 0, by=4)
     assert harness.feeds.next_read() is None, "of position 4 nothing is there"
     first, second = harness.states_of_steps(2)
