@@ -310,6 +310,11 @@ class DraftPool(Section):
     )
     model: str | None = Field(None, description="Hugging Face id or folder of the draft")
     tokenizer: str | None = Field(None, description="source of a draft model's tokenizer; default: `draft.model`")
+    prompt: Literal["text", "template"] = Field(
+        "text",
+        description="prompt of a chat for a draft with another tokenizer. text: the target's prompt as text; template:"
+        " the conversation in the draft's own chat template",
+    )
     draft_model: DraftModelOptions = DraftModelOptions()
     ngram: NgramOptions = NgramOptions()
     layer_skip: LayerSkipOptions = LayerSkipOptions()
@@ -342,6 +347,8 @@ class DraftPool(Section):
             raise ValueError(f"method {self.method} needs a model; set draft.model to a Hugging Face id or a folder")
         if self.tokenizer is not None and self.model_method != "draft_model":
             raise ValueError(f"method {self.method} has no tokenizer of its own; remove draft.tokenizer")
+        if self.prompt == "template" and self.model_method != "draft_model":
+            raise ValueError(f"method {self.method} has no chat template of its own; remove draft.prompt")
         for section in sorted(set().union(*METHOD_SECTIONS.values()) - used_sections):
             if getattr(self, section) != type(getattr(self, section))():
                 raise ValueError(f"method {self.method} does not use the options in {section}; remove them")

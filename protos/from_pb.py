@@ -226,6 +226,7 @@ def _open_from_pb(m: pb.Open) -> Open:
         may_learn=m.may_learn,
         model=m.model,
         adapter=m.adapter,
+        draft_prompt=_int32_tuple(m.draft_prompt, "draft_prompt"),
     )
 
 

@@ -88,7 +88,7 @@ class StatesFormat:
         return max(1, MAX_STATES_BYTES // self.row_bytes)
 
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_FRAME_BYTES = 16 << 20  # a 1M-token prompt takes 4 MiB; the blocks of 64 sessions take far less
 MAX_GRAMMAR_BYTES = 1 << 16
 PROOF_BYTES = 16  # size of an assignment token's proof
@@ -244,6 +244,7 @@ class Open:
     may_learn: bool = False  # to a drafter: may keep the session's hidden states as training data
     model: str = ""  # to a drafter: name of the model whose target verifies the session
     adapter: str = ""  # name of the LoRA adapter that the target applies; empty: none
+    draft_prompt: tuple[int, ...] = ()  # to a drafter that translates: prompt in the draft's tokens; empty: translate
 
     @property
     def takes_trees(self) -> bool:

@@ -142,7 +142,7 @@ class AssignmentToken(_message.Message):
     def __init__(self, assignment: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "draft_tokens", "target_address", "audit", "rival", "token_key", "assignment_token", "grammar", "rules", "scoring", "priority", "cache_salt", "wants_rejected", "traceparent", "may_learn", "model", "adapter")
+    __slots__ = ("session", "attempt", "tokens", "prompt_len", "max_len", "stop_ids", "sampling", "seed", "choice", "hash_key", "acceptance", "draft_tokens", "target_address", "audit", "rival", "token_key", "assignment_token", "grammar", "rules", "scoring", "priority", "cache_salt", "wants_rejected", "traceparent", "may_learn", "model", "adapter", "draft_prompt")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,7 @@ class Open(_message.Message):
     MAY_LEARN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PROMPT_FIELD_NUMBER: _ClassVar[int]
     session: str
     attempt: int
     tokens: bytes
@@ -197,7 +198,8 @@ class Open(_message.Message):
     may_learn: bool
     model: str
     adapter: str
-    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ..., token_key: _Optional[bytes] = ..., assignment_token: _Optional[_Union[AssignmentToken, _Mapping]] = ..., grammar: _Optional[str] = ..., rules: _Optional[_Union[TokenRules, _Mapping]] = ..., scoring: _Optional[_Union[Scoring, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., wants_rejected: _Optional[bool] = ..., traceparent: _Optional[str] = ..., may_learn: _Optional[bool] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    draft_prompt: bytes
+    def __init__(self, session: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., max_len: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., hash_key: _Optional[int] = ..., acceptance: _Optional[_Union[Acceptance, str]] = ..., draft_tokens: _Optional[int] = ..., target_address: _Optional[str] = ..., audit: _Optional[bool] = ..., rival: _Optional[int] = ..., token_key: _Optional[bytes] = ..., assignment_token: _Optional[_Union[AssignmentToken, _Mapping]] = ..., grammar: _Optional[str] = ..., rules: _Optional[_Union[TokenRules, _Mapping]] = ..., scoring: _Optional[_Union[Scoring, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., wants_rejected: _Optional[bool] = ..., traceparent: _Optional[str] = ..., may_learn: _Optional[bool] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., draft_prompt: _Optional[bytes] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("session", "attempt")

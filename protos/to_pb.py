@@ -96,6 +96,7 @@ def _open_to_pb(m: Open) -> pb.Open:
         may_learn=m.may_learn,
         model=m.model,
         adapter=m.adapter,
+        draft_prompt=_int32_bytes(m.draft_prompt),
     )
 
 

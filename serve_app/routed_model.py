@@ -23,6 +23,7 @@ from cluster.routing.session_router import PrefixOptions
 from cluster.telemetry import Timeline
 from cluster.trust import PeerRole
 from protos.messages import Identity
+from serve_app.api.draft_prompt import DraftPrompts
 from serve_app.api.metrics import Metrics
 from serve_app.api.routes import ModelService
 from serve_app.api.template_process import TemplateProcess
@@ -134,5 +135,18 @@ def start_model(
     )
     ending.push_async_callback(router.close)
     defaults = load_defaults(str(folder)) if config.server.generation_defaults == "model" else NO_DEFAULTS
-    service = ModelService(router, text, config, defaults, identity.target_model, lambda: router.drafts_are_translated)
+    draft_prompts = None
+    if config.draft.prompt == "template":
+        draft_prompts = DraftPrompts.load(
+            config.draft, config.server, render=render, max_context=config.model.max_context
+        )
+    service = ModelService(
+        router,
+        text,
+        config,
+        defaults,
+        identity.target_model,
+        lambda: router.drafts_are_translated,
+        draft_prompts,
+    )
     return RoutedModel(served.name, router, service, examples)

@@ -29,7 +29,7 @@ from actors.drafters.registry import (
     states_format,
     states_kind,
 )
-from actors.drafters.translation.pairing import draft_pairing
+from actors.drafters.translation.pairing import pool_pairing
 from actors.engine.executor import Engine
 from actors.engine.process import device_of, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankReport, RankSpec
@@ -297,8 +297,8 @@ def start_drafter(models: Sequence[SlipstreamConfig]) -> StartedDrafter:
     limits = DrafterLimits(vocabulary, config.model.max_context, max_sessions, states, bounds)
     learned = learned_draft(config.draft, files.model_print)
     method = create_method(config.draft, setup)
-    is_translated = config.draft.model_method == "draft_model" and any(
-        draft_pairing(config.draft, one.tokens).is_translated for one in targets.values()
+    is_translated = config.draft.model_method == "draft_model" and (
+        pool_pairing(config.draft, [one.tokens for one in targets.values()]).is_translated
     )
     if learned is None:
         number = CONFIGURED

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.config import SlipstreamConfig, validated
 from cluster.routing.ledger import CommittedTokens
 from serve_app.api.access import ADMIN_PORT
+from serve_app.api.draft_prompt import DraftPrompts
 from serve_app.api.generation import Generator
 from serve_app.api.metrics import Metrics
 from serve_app.api.replies import HealthReport
@@ -62,7 +63,7 @@ def toy_api(
 ) -> FastAPI:
     """Returns an application with a healthy router; `options` are passed to `ModelService` or `create_api`."""
     config = config or config_of({})
-    of_model = {name: options.pop(name) for name in ("defaults", "checkpoint") if name in options}
+    of_model = {name: options.pop(name) for name in ("defaults", "checkpoint", "draft_prompts") if name in options}
     models = [ModelService(generator, codec, config, **of_model)]
     return create_api(models, config, metrics or Metrics(), healthy, **options)
 
@@ -132,10 +133,13 @@ async def asgi_front(
     key: str = "none",
     defaults: GenerationDefaults = NO_DEFAULTS,
     further: Sequence[Route] = (),
+    draft_prompts: DraftPrompts | None = None,
 ) -> AsyncIterator[AsgiFront]:
     """Yields a new application; fails if a session still runs after the test."""
     generator = ScriptedGenerator()
-    app = toy_api(generator, codec, config_of(server or {}), defaults=defaults, further=further)
+    app = toy_api(
+        generator, codec, config_of(server or {}), defaults=defaults, further=further, draft_prompts=draft_prompts
+    )
     async with http_client(app) as http, openai_client(app, key) as client:
         yield AsgiFront(app, generator, codec, client, http)
     assert not generator.running

@@ -33,7 +33,7 @@ from actors.drafters.model.sampling import OWN_NOISE, Calibration, DraftingLimit
 from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup, OtherTarget
 from actors.drafters.translation.noise import TranslatedNoise
-from actors.drafters.translation.pairing import draft_pairing, pairing_of
+from actors.drafters.translation.pairing import pairing_of, pool_pairing
 from actors.engine.memory import page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
@@ -56,8 +56,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DraftingMethod:
     Raises ModelError if the model matches neither the targets nor the device.
     """
     targets = {"": OtherTarget(setup.target, setup.target_tokens), **setup.others}
-    pairings = [draft_pairing(draft, one.tokens) for one in targets.values()]
-    pairing = next((one for one in pairings if one.is_translated), pairings[0])
+    pairing = pool_pairing(draft, [one.tokens for one in targets.values()])
     if not pairing.is_translated:
         if any(different_ids(setup.target_tokens, one.tokens) for one in targets.values()):
             raise ModelError(

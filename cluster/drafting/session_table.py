@@ -213,6 +213,8 @@ class SessionTable:
             session.requested_tokens = 0
         self.all[request.session] = session
         self.updates.open(request)
+        if request.draft_prompt:
+            self._counts["draft_prompts"] += 1
         room = self._give_up(surplus, "this drafter is full, and another model has fewer sessions") if surplus else []
         return [*room, self._attach(session)]
 

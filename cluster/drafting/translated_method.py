@@ -62,7 +62,9 @@ class TranslatedMethod:
     # ------------------------------------------------------------ sessions
 
     def open(self, request: Open) -> None:
-        text = TranslatedText.begin(self._translator_of(request), request.hash_key, request.tokens)
+        text = TranslatedText.begin(
+            self._translator_of(request), request.hash_key, request.tokens, request.prompt_len, request.draft_prompt
+        )
         self._open[request.session] = request
         self._texts[request.session] = text
         self._method.open(_inner_open(request, text))
@@ -225,4 +227,5 @@ def _inner_open(request: Open, text: TranslatedText) -> Open:
         rules=NO_RULES,
         scoring=NO_SCORING,
         grammar="",
+        draft_prompt=(),
     )

@@ -12,7 +12,7 @@ Translations affect only which tokens are drafted, so a bad one costs only speed
 from bisect import bisect_left
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -34,6 +34,12 @@ class TextTokens:
     def piece(self, token: int) -> bytes:
         return self.pieces[token] if token < len(self.pieces) else b""
 
+    def below(self, limit: int) -> "TextTokens":
+        """Returns the tokens with ids below `limit`; `encode` may still return others."""
+        controls = {name: token for name, token in self.controls.items() if token < limit}
+        start = tuple(token for token in self.start if token < limit)
+        return replace(self, pieces=self.pieces[:limit], start=start, controls=controls)
+
 
 @dataclass(eq=False)
 class Translator:
@@ -51,8 +57,8 @@ class Translator:
         return {token: own for token, own in named.items() if own is not None and own not in self.draft.start}
 
     def draft_ids(self, text: str) -> Sequence[int]:
-        """Tokenizes text with the draft's tokenizer."""
-        ids = self.draft.encode(text)
+        """Tokenizes text with the draft's tokenizer; omits ids without a piece."""
+        ids = [token for token in self.draft.encode(text) if token < len(self.draft.pieces)]
         self.encoded += len(ids)
         return ids
 
@@ -93,12 +99,24 @@ class TranslatedText:
     _target_starts: list[int] = field(default_factory=list)  # of target tokens since the last control token, in bytes
 
     @classmethod
-    def begin(cls, translator: Translator, hash_key: int, tokens: Sequence[int]) -> "TranslatedText":
-        """Returns the translation of a session's first tokens."""
+    def begin(
+        cls,
+        translator: Translator,
+        hash_key: int,
+        tokens: Sequence[int],
+        prompt_len: int = 0,
+        draft_prompt: Sequence[int] = (),
+    ) -> "TranslatedText":
+        """Returns the translation of a session's first tokens.
+
+        `draft_prompt` replaces the translation of the first `prompt_len` tokens, unless it contains an unknown token.
+        """
         text = cls(translator, Prefix(hash_key))
-        for token in translator.draft.start:
-            text._add_control(token)
-        text.extend(tokens)
+        is_replaced = bool(draft_prompt) and max(draft_prompt) < len(translator.draft.pieces)
+        for token in draft_prompt if is_replaced else translator.draft.start:
+            text._add_fixed(token)
+        text.target_len = prompt_len if is_replaced else 0
+        text.extend(tokens[text.target_len :])
         return text
 
     def extend(self, tokens: Sequence[int]) -> int:
@@ -113,7 +131,7 @@ class TranslatedText:
                 kept = min(kept, self._tokenize())
                 self._target_starts.clear()
                 if token in self.translator.controls:
-                    self._add_control(self.translator.controls[token])
+                    self._add_fixed(self.translator.controls[token])
                 self._fixed = self.prefix.length
                 self.required = b""
         return min(kept, self._tokenize())
@@ -201,7 +219,7 @@ class TranslatedText:
             self._fixed = prefix.length
         return kept
 
-    def _add_control(self, token: int) -> None:
+    def _add_fixed(self, token: int) -> None:
         self.prefix.extend((token,))
         self._ends.append(len(self._text))
         self._fixed = self.prefix.length

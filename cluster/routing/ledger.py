@@ -68,6 +68,7 @@ class Generation:
     wants_rejected: bool = False  # include rejected draft tokens in `CommittedTokens`
     model: str = ""  # name of the model, for drafters that serve several
     adapter: str = ""  # name of the model's LoRA adapter; empty: none
+    draft_prompt: tuple[int, ...] = ()  # as in `Open`
     learn_from: Source | None = None  # source of the training example; None: the session becomes no example
 
     def open_with(self, tokens: Sequence[int], attempt: int) -> Open:
@@ -363,6 +364,7 @@ class Session:
             traceparent=generation.traceparent,
             cache_salt=generation.cache_salt,
             may_learn=generation.learn_from is not None,
+            draft_prompt=generation.draft_prompt,
         )
         return [ToDrafter(self.drafter, request)]
 

@@ -18,6 +18,7 @@ from cluster.config import SlipstreamConfig
 from cluster.errors import RequestError
 from serve_app.api.chat import check_call_form, check_features, messages_of, options_of, reasoning_before
 from serve_app.api.choices import Choice, ChoiceEvent, ChoiceStreamOptions
+from serve_app.api.draft_prompt import DraftPrompts
 from serve_app.api.failures import Failure
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.generation import metrics_of
@@ -118,6 +119,11 @@ class ApiFormat(ABC, Generic[RequestT]):
     @abstractmethod
     def prompts(self, request: RequestT, codec: TextCodec) -> list[tuple[int, ...]]:
         """Tokenizes the request's prompts."""
+
+    def draft_prompt(self, request: RequestT, prompts: DraftPrompts) -> tuple[int, ...]:
+        """Returns the prompt in the draft's tokens; empty if drafters must translate the target's prompt."""
+        del request, prompts
+        return ()
 
     def needs_special_tokens(self, codec: TextCodec) -> bool:
         """Returns whether the reader needs the text of special tokens, which separate an answer's parts."""
@@ -292,6 +298,9 @@ class ChatFormat(ApiFormat[ChatRequest]):
 
     def prompts(self, request: ChatRequest, codec: TextCodec) -> list[tuple[int, ...]]:
         return [codec.encode_chat(messages_of(request, codec.template), options_of(request))]
+
+    def draft_prompt(self, request: ChatRequest, prompts: DraftPrompts) -> tuple[int, ...]:
+        return prompts.tokens(request)
 
     def needs_special_tokens(self, codec: TextCodec) -> bool:
         return codec.readers.have_template

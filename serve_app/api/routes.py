@@ -42,6 +42,7 @@ from serve_app.api.access import (
     request_id_of,
 )
 from serve_app.api.choices import Choice, ChoiceStream, ChoiceText, Delta, TextOptions
+from serve_app.api.draft_prompt import DraftPrompts
 from serve_app.api.failures import failure_of
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.formats import (
@@ -118,6 +119,7 @@ class ModelService:
     defaults: GenerationDefaults = NO_DEFAULTS  # replace omitted request parameters
     checkpoint: str = ""  # fingerprint
     drafts_are_translated: Callable[[], bool] = lambda: False  # while true, rejection sampling is refused
+    draft_prompts: DraftPrompts | None = None  # None: drafters read the target's prompt
 
     @cached_property
     def grammars(self) -> GrammarCheck:
@@ -444,6 +446,7 @@ class ApiEndpoint(Generic[RequestT]):
             bad_words=bad_words_of(request, model.text),
             traceparent=record.traceparent,
             learn_from=learning_source(request, model.config.draft.learning, caller.name or "", caller.learn),
+            draft_prompt=self._draft_prompt(request, model),
         )
         head = Head(
             id=f"{self._format.id_prefix}{request.request_id or record.name}",
@@ -460,6 +463,11 @@ class ApiEndpoint(Generic[RequestT]):
         writer = self._format.writer(request, head, model.text)
         source = partial(follow, model.generator, choices, service.metrics.of(record.model), service.clock)
         return ApiAnswer(writer, source, request.stream, choices, record.prompt_tokens)
+
+    def _draft_prompt(self, request: RequestT, model: ModelService) -> tuple[int, ...]:
+        if model.draft_prompts is None or request.truncate_prompt_tokens is not None:
+            return ()
+        return self._format.draft_prompt(request, model.draft_prompts)
 
     def _choice(self, request: RequestT, model: ModelService, index: int, generation: Generation) -> Choice:
         codec = model.text

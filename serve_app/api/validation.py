@@ -163,6 +163,7 @@ def resolve(
     bad_words: tuple[tuple[int, ...], ...] = (),
     traceparent: str = "",
     learn_from: Source | None = None,
+    draft_prompt: tuple[int, ...] = (),
 ) -> list[Generation]:
     """Returns the sessions of a checked request: `n` per prompt, in the order of the answer's choices."""
     generations = []
@@ -196,6 +197,7 @@ def resolve(
                 model=config.model.name,
                 adapter=config.adapter_of(request.model),
                 learn_from=learn_from,
+                draft_prompt=draft_prompt,
             )
             for choice in range(request.n)
         ]

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from actors.drafters.heads.files import PICKLES
 from actors.drafters.registry import check_shared_vocabulary, states_needed
-from actors.drafters.translation.pairing import Pairing, describe, draft_pairing
+from actors.drafters.translation.pairing import Pairing, describe, pool_pairing
 from actors.models.checkpoint import (
     check_files,
     check_tensor_parallel,
@@ -31,6 +31,7 @@ from cluster.config import SlipstreamConfig
 from cluster.config_sections import HEADS
 from cluster.errors import ModelError
 from serve_app.api.chat_template import templates_of
+from serve_app.api.draft_prompt import check_template
 
 ADAPTER_CONFIG = "adapter_config.json"
 PAIR = "pair: "  # begins the line that describes how the draft's tokens become the target's
@@ -45,43 +46,54 @@ def check_models(config: SlipstreamConfig, *, with_weights: bool, with_draft: bo
     """
     if config.models:
         return _check_each(config, with_weights=with_weights, with_draft=with_draft)
+    return _check_model(config, None, with_weights=with_weights, with_draft=with_draft)
+
+
+def _check_model(
+    config: SlipstreamConfig, pairing: Pairing | None, *, with_weights: bool, with_draft: bool
+) -> list[str]:
+    """Checks one model; `pairing` is its draft pool's if several models share it."""
     target = check_target_model(config, with_weights=with_weights)
     tokens = check_target_files(config, target, with_weights=with_weights)
     lines = [target_line(config, target, tokens), str(end_of_text(target))]
     if warning := extra_tokens(target):
         lines.append(f"warning: {warning}")
     if with_draft:
-        check_draft_model(config, target, with_weights=with_weights)
-        lines += draft_lines(config, target)
+        pairing = check_draft_model(config, target, pairing, with_weights=with_weights)
+        lines += draft_lines(config, target, pairing)
     return lines
 
 
 def _check_each(config: SlipstreamConfig, **options: bool) -> list[str]:
     """Checks several models one by one, and prefixes their descriptions with their names."""
     lines = []
-    for models in config.pools.values() if options["with_draft"] else ():
-        _check_pool(models)
+    pairings = {name: _check_pool(models) for name, models in config.pools.items()} if options["with_draft"] else {}
     for one in config.served:
         try:
-            lines += [f"{one.name}: {line}" for line in check_models(one.config, **options)]
+            lines += [f"{one.name}: {line}" for line in _check_model(one.config, pairings.get(one.drafter), **options)]
         except ModelError as error:
             raise ModelError(f"{one.name}: {error}") from error
     return lines
 
 
-def _check_pool(models: Sequence[SlipstreamConfig]) -> None:
-    """Raises ModelError if models cannot share their draft pool."""
+def _check_pool(models: Sequence[SlipstreamConfig]) -> Pairing | None:
+    """Returns the pairing of a pool's draft model with all its targets, or None without a draft model.
+
+    Raises ModelError if the models cannot share their draft pool.
+    """
     draft = models[0].draft
     tokens = {one.model.name: vocabulary(local_folder(one.model.target, with_weights=False)) for one in models}
     check_shared_vocabulary(draft, {name: vocabulary_fingerprint(one) for name, one in tokens.items()})
+    if draft.model_method != "draft_model":
+        return None
+    pairing = pool_pairing(draft, tokens.values(), with_weights=False)
     refused = [one.model.name for one in models if one.speculation.acceptance == "rejection"]
-    if refused and draft.model_method == "draft_model":
-        pairings = [draft_pairing(draft, one, with_weights=False) for one in tokens.values()]
-        if any(one.is_translated for one in pairings):
-            raise ModelError(
-                f"speculation.acceptance of {' and '.join(refused)} is rejection, but the draft has another tokenizer"
-                " than some of its targets; set it to coupled, or use a draft pool in drafts"
-            )
+    if refused and pairing.is_translated:
+        raise ModelError(
+            f"speculation.acceptance of {' and '.join(refused)} is rejection, but the draft has another tokenizer"
+            " than some of its targets; set it to coupled, or use a draft pool in drafts"
+        )
+    return pairing
 
 
 def check_target_model(config: SlipstreamConfig, *, with_weights: bool) -> Path:
@@ -128,8 +140,13 @@ def check_target_files(config: SlipstreamConfig, target: Path, *, with_weights: 
     return vocabulary(target)
 
 
-def check_draft_model(config: SlipstreamConfig, target: Path, *, with_weights: bool) -> None:
-    """Checks the draft's checkpoint against the target's folder."""
+def check_draft_model(
+    config: SlipstreamConfig, target: Path, pairing: Pairing | None, *, with_weights: bool
+) -> Pairing | None:
+    """Checks the draft's checkpoint against the target's folder; returns a draft model's pairing.
+
+    `pairing` is the draft pool's if several models share it.
+    """
     draft = config.draft
     model = read_target_config(config, target)
     if model is not None and is_recurrent(model):
@@ -137,24 +154,27 @@ def check_draft_model(config: SlipstreamConfig, target: Path, *, with_weights: b
     if draft.method == "layer_skip":
         check_layers(target, draft.layer_skip.ids)
     if draft.model is None:
-        return
+        return None
     if draft.model_method in HEADS:
         local_folder(draft.model, with_weights=with_weights, more=PICKLES)
         if has_weights(draft.model, with_weights):
             states_needed(draft, target)
-        return
+        return None
     folder = local_folder(draft.model, with_weights=with_weights)
-    check_pairing(config, vocabulary(target))
+    pairing = pairing or pool_pairing(draft, [vocabulary(target)], with_weights=False)
+    check_pairing(config, pairing)
     longest = check_draft_positions(folder, config.model.max_context)
     check_files(folder, has_weights(draft.model, with_weights))
     check_model(folder, max_context=longest)
+    return pairing
 
 
-def check_pairing(config: SlipstreamConfig, target_tokens: Mapping[int, str]) -> Pairing:
-    """Returns how the draft model's tokens become tokens of the target. Raises ModelError for unsupported settings."""
-    pairing = draft_pairing(config.draft, target_tokens, with_weights=False)
-    if not pairing.is_translated:
-        return pairing
+def check_pairing(config: SlipstreamConfig, pairing: Pairing) -> None:
+    """Raises ModelError for settings that the draft's tokenizer does not support."""
+    if pairing.tokenizer is None:
+        return
+    if config.draft.prompt == "template":
+        check_template(pairing.tokenizer)
     if config.speculation.acceptance == "rejection":
         raise ModelError(
             f"speculation.acceptance is rejection, but the draft {pairing.draft} has another tokenizer than the target,"
@@ -165,7 +185,6 @@ def check_pairing(config: SlipstreamConfig, target_tokens: Mapping[int, str]) ->
             f"draft.learning trains on the target's tokens, but the draft {pairing.draft} has another tokenizer; remove"
             " draft.learning"
         )
-    return pairing
 
 
 def check_draft_of_recurrent(config: SlipstreamConfig, target: Path) -> None:
@@ -217,7 +236,7 @@ def target_line(config: SlipstreamConfig, target: Path, tokens: Mapping[int, str
     return f"target: {_described(model, target)} by {by}, {len(tokens)} tokens in {rows} rows"
 
 
-def draft_lines(config: SlipstreamConfig, target: Path) -> list[str]:
+def draft_lines(config: SlipstreamConfig, target: Path, pairing: Pairing | None) -> list[str]:
     """Describes the draft: method, model, and the context length if it is shorter than the target's."""
     draft = config.draft
     if draft.model is None:
@@ -227,7 +246,9 @@ def draft_lines(config: SlipstreamConfig, target: Path) -> list[str]:
         return [f"draft: {draft.method}, head in {folder}"]
     model = read_config(folder)
     lines = [f"draft: {draft.method}, {_described(model, folder)} by {engine_path(folder, model)}"]
-    lines.append(f"{PAIR}{describe(check_pairing(config, vocabulary(target)), target)}")
+    assert pairing is not None, "a draft model is paired"
+    prompts = "; chats are drafted from the draft's own chat template" if draft.prompt == "template" else ""
+    lines.append(f"{PAIR}{describe(pairing, target)}{prompts}")
     context = context_length(model)
     if context is not None and context < config.model.max_context:
         lines.append(f"draft: none for sessions of more than {context} tokens")

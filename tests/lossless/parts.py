@@ -71,6 +71,7 @@ class Setting:
     masks_drafts: bool = True  # whether the drafter applies the grammar
     rules: TokenRules = NO_RULES
     translator: Translator | None = None  # of a draft with another vocabulary
+    draft_prompt: tuple[int, ...] = ()  # the prompt in that draft's tokens
     lock_step: bool = False  # reference loop: draft for all sessions, verify all, never draft ahead
 
     @property
@@ -122,6 +123,7 @@ def generations(setting: Setting, sessions: int, rng: random.Random) -> Iterator
             draft_tokens=setting.draft_tokens,
             grammar=setting.grammar,
             rules=setting.rules,
+            draft_prompt=setting.draft_prompt,
         )
 
 

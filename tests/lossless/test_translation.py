@@ -64,12 +64,15 @@ def a_setting(target: TextTokens, draft: TextTokens, seed: int) -> Setting:
     )
 
 
+prompts = st.lists(st.integers(0, 12), max_size=4).map(tuple)  # may contain ids that the draft does not have
+
+
 @settings(deadline=None, max_examples=60)
-@given(tokenizers, tokenizers, st.integers(0, 1000), st.sampled_from(SAMPLINGS))
+@given(tokenizers, tokenizers, st.integers(0, 1000), st.sampled_from(SAMPLINGS), prompts)
 def test_random_pairs_of_tokenizers_commit_the_targets_text(
-    target: TextTokens, draft: TextTokens, seed: int, sampling: Sampling
+    target: TextTokens, draft: TextTokens, seed: int, sampling: Sampling, draft_prompt: tuple[int, ...]
 ) -> None:
-    setting = replace(a_setting(target, draft, seed), sampling=sampling)
+    setting = replace(a_setting(target, draft, seed), sampling=sampling, draft_prompt=draft_prompt)
     alone = replace(setting, translator=None, draft_logits=setting.target_logits)
     assert World(setting, SESSIONS, seed).run() == texts_in_lock_step(alone, SESSIONS, seed)
 
@@ -107,7 +110,21 @@ def test_a_draft_of_the_same_text_is_accepted(lock_step: bool) -> None:
     assert lock_step or world.drafting.counts["guess_hit"] > 0
 
 
-def test_shared_tokens_use_the_targets_noise() -> None:
+def test_a_draft_continues_its_own_prompt() -> None:
+    """The draft's prompt ends at another letter than the target's, so only the first block is wrong."""
+    setting = replace(copycats(), lock_step=True, new_tokens=12)
+    assert setting.translator is not None
+    right, wrong = [tuple(setting.translator.draft.encode(text)) for text in ("ab", "de")]
+    accepted = []
+    for draft_prompt in ((), right, wrong):
+        world = World(replace(setting, prompt=(2, 3), draft_prompt=draft_prompt), SESSIONS, 1)
+        world.run()
+        accepted.append(world.accepted)
+    assert accepted[0] == accepted[1] > accepted[2]
+
+
+@pytest.mark.parametrize("draft_prompt", [(), (2, 4, 3)])
+def test_shared_tokens_use_the_targets_noise(draft_prompt: tuple[int, ...]) -> None:
     """One flat distribution: only a draft that knows the target's noise predicts its draws."""
     tokens = toy_tokens([bytes([byte]) for byte in b"abcdefgh"])
     other = toy_tokens([bytes([byte]) for byte in b"hgfedcba"])
@@ -116,6 +133,7 @@ def test_shared_tokens_use_the_targets_noise() -> None:
     setting = replace(
         a_setting(tokens, other, 0), target_logits=flat, draft_logits=flat, schedule=calm, new_tokens=40, lock_step=True
     )
+    setting = replace(setting, draft_prompt=draft_prompt)
     translated, own = [World(each, SESSIONS, 1) for each in (setting, replace(setting, translator=None))]
     assert translated.run() == own.run()
     assert translated.accepted > 0.9 * own.accepted > 0.4 * own.drafted

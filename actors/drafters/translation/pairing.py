@@ -1,6 +1,6 @@
 """Decides how a draft model's tokens become tokens of the target: as they are, or translated through text."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,9 @@ class Pairing:
     def translator(self, target: Path) -> Translator:
         """Loads both tokenizers. Raises ModelError if one of them cannot be translated."""
         assert self.tokenizer is not None, "only other tokenizers are translated"
-        return Translator(load_text_tokens(target), load_text_tokens(self.tokenizer))
+        draft = load_text_tokens(self.tokenizer)
+        rows = embedding_rows(self.draft)
+        return Translator(load_text_tokens(target), draft if rows is None else draft.below(rows))
 
 
 def draft_pairing(draft: DraftPool, target_tokens: Mapping[int, str], with_weights: bool = True) -> Pairing:
@@ -41,6 +43,22 @@ def draft_pairing(draft: DraftPool, target_tokens: Mapping[int, str], with_weigh
     assert draft.model is not None, "only draft models are paired"
     tokenizer = None if draft.tokenizer is None else local_folder(draft.tokenizer, with_weights=False)
     return pairing_of(target_tokens, local_folder(draft.model, with_weights), tokenizer)
+
+
+def pool_pairing(draft: DraftPool, targets: Iterable[Mapping[int, str]], with_weights: bool = True) -> Pairing:
+    """Returns the pairing of a draft model with all targets of its pool, given their tokens.
+
+    Drafts are translated for all targets if any of them has another vocabulary. Raises ModelError if a target cannot be
+    paired, or if `prompt` is `template` and no draft is translated.
+    """
+    pairings = [draft_pairing(draft, tokens, with_weights) for tokens in targets]
+    pairing = next((one for one in pairings if one.is_translated), pairings[0])
+    if draft.prompt == "template" and not pairing.is_translated:
+        raise ModelError(
+            f"draft.prompt is template, but the draft {pairing.draft} has the target's vocabulary and reads its tokens;"
+            " remove draft.prompt"
+        )
+    return pairing
 
 
 def pairing_of(target: Mapping[int, str], draft: Path, tokenizer: Path | None = None) -> Pairing:

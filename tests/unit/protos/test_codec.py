@@ -121,6 +121,7 @@ def opens(draw: st.DrawFn) -> Open:
         wants_rejected=draw(st.booleans()),
         may_learn=draw(st.booleans()),
         adapter=draw(st.text(max_size=5)),
+        draft_prompt=draw(token_lists(0, 4)),
     )
 
 
@@ -349,6 +350,7 @@ BAD_OPENS = {
     "empty session": (with_fields(session=""), "session is empty"),
     "negative id": (with_fields(tokens=ids(1, -2)), "tokens contains a negative"),
     "negative stop id": (with_fields(stop_ids=ids(-1)), "stop_ids contains a negative"),
+    "negative id in the draft's prompt": (with_fields(draft_prompt=ids(-1)), "draft_prompt contains a negative"),
     "half a token": (with_fields(tokens=ids(1, 2) + b"\0"), "multiple of 4"),
     "no tokens": (with_fields(tokens=b""), "prompt_len"),
     "no prompt": (with_fields(prompt_len=0), "prompt_len is 0"),

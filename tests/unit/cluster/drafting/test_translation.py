@@ -45,6 +45,20 @@ def a_text(target: str, draft: str, tokens: list[int] | tuple[int, ...] = ()) ->
     return TranslatedText.begin(Translator(tokens_of(target), tokens_of(draft)), KEY, tokens)
 
 
+def after_prompt(target: str, draft: str, prompt: str, draft_prompt: list[int], tokens: list[int]) -> TranslatedText:
+    """Returns a text that begins with `prompt` for the target, and with `draft_prompt` for the draft."""
+    own = tokens_of(target).encode(prompt)
+    return TranslatedText.begin(
+        Translator(tokens_of(target), tokens_of(draft)), KEY, [*own, *tokens], len(own), draft_prompt
+    )
+
+
+def rendered(kind: str, content: str) -> list[int]:
+    """Returns a conversation in a toy chat template, with control tokens."""
+    bos, mark = [tokenizer(kind).convert_tokens_to_ids(name) for name in ("<bos>", "<mark>")]
+    return [bos, mark, *tokens_of(kind).encode(f"user {content}"), mark, *tokens_of(kind).encode("assistant\n")]
+
+
 def bytes_of(kind: str, tokens: list[int]) -> bytes:
     return b"".join(tokens_of(kind).piece(token) for token in tokens)
 
@@ -167,3 +181,49 @@ def test_a_round_tokenizes_only_the_end_again(pair: tuple[str, str]) -> None:
         translated.extend(tokens[len(tokens) - 40 + 4 * index :][:4])
         translated.translated(tokens_of(draft).encode(" jumps over"))
     assert translator.encoded - before < 10 * 80, "independent of the text's length"
+
+
+@settings(deadline=None)
+@given(pairs, texts, texts, st.data())
+def test_the_draft_reads_its_own_prompt_and_then_the_answer(
+    pair: tuple[str, str], prompt: str, answer: str, data: st.DataObject
+) -> None:
+    """The prompt stays as rendered, however the answer arrives; a replay of the whole session reads the same."""
+    target, draft = pair
+    own = rendered(draft, prompt)
+    tokens = list(tokens_of(target).encode(answer))
+    at = data.draw(st.integers(0, len(tokens)))
+    translated = after_prompt(target, draft, prompt, own, tokens[:at])
+    for end in range(at, len(tokens)):
+        kept = translated.extend(tokens[end : end + 1])
+        assert kept >= len(own)
+    replayed = after_prompt(target, draft, prompt, own, tokens)
+    for text in (translated, replayed):
+        assert text.prefix.tokens[: len(own)] == own
+        assert bytes_of(draft, text.prefix.tokens[len(own) :]) == answer.encode()
+        assert text.target_len == len(tokens_of(target).encode(prompt)) + len(tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_after_its_own_prompt_continue_the_targets_prompt(kind: str) -> None:
+    whole = list(tokens_of(kind).encode(TEXTS[0]))
+    for count in range(1, len(whole)):
+        translator = Translator(tokens_of(kind), tokens_of("words"))
+        text = TranslatedText.begin(translator, KEY, whole[:count], count, rendered("words", "x"))
+        drafted = tokens_of("words").encode(bytes_of(kind, whole[count:]).decode())
+        assert [token for token, _ in text.translated(drafted)] == whole[count:]
+
+
+def test_control_tokens_after_its_own_prompt_are_translated() -> None:
+    mark = tokenizer("words").convert_tokens_to_ids("<mark>")
+    own = rendered("gemma", "x")
+    text = after_prompt("words", "gemma", "the dog", own, [mark, *tokens_of("words").encode("sleeps")])
+    added = text.prefix.tokens[len(own) :]
+    assert added[0] == tokenizer("gemma").convert_tokens_to_ids("<mark>")
+    assert bytes_of("gemma", added) == b"sleeps"
+
+
+def test_a_prompt_of_unknown_tokens_is_replaced_by_the_translation() -> None:
+    unknown = [len(tokens_of("gemma").pieces)]
+    text = after_prompt("words", "gemma", "the dog", unknown, [])
+    assert text.prefix.tokens == a_text("words", "gemma", list(tokens_of("words").encode("the dog"))).prefix.tokens

@@ -459,3 +459,15 @@ def test_each_drafter_gets_its_own_assignment_token_and_only_the_target_the_key(
         shown.append(to_drafter.message.assignment_token)
         session.leave_drafter()
     assert shown == [issue(b"secret", PLAIN.session, number) for number in (1, 2)]
+
+
+def test_every_drafter_gets_the_drafts_prompt_and_no_target_does():
+    """A session that moves to another drafter or target opens there with the same prompt."""
+    session = a_session(None, None, draft_prompt=(9, 8))
+    commands = [*session.assign_target("t1"), *session.assign_drafter("d1"), *session.on_drafter_resync("d1")]
+    commands += [*session.on_drafter_gone("d1"), *session.assign_drafter("d2")]
+    commands += [*session.on_target_gone("t1"), *session.assign_target("t2")]
+    opens = [command for command in commands if isinstance(command.message, Open)]
+    assert [one.address for one in opens] == ["t1", "d1", "d1", "d2", "t2", "d2"]
+    prompts = {one.address: one.message.draft_prompt for one in opens}
+    assert prompts == {"t1": (), "t2": (), "d1": (9, 8), "d2": (9, 8)}
