@@ -356,3 +356,11 @@ def test_paths_and_overrides_of_several_models(tmp_path):
 def test_contradictions_between_models_are_refused(change, expected):
     with pytest.raises(ConfigError, match=re.escape(expected)):
         validated(TWO | change)
+
+
+def test_only_a_draft_model_has_a_prompt_of_its_own() -> None:
+    model = {"target": "t"}
+    hybrid = validated({"model": model, "draft": {"method": "hybrid", "model": "d", "prompt": "template"}})
+    assert hybrid.draft.prompt == "template"
+    with pytest.raises(ConfigError, match=r"method ngram has no chat template of its own; remove draft\.prompt"):
+        validated({"model": model, "draft": {"method": "ngram", "prompt": "template"}})

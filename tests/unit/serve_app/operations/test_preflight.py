@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ModelError
 from serve_app.operations.preflight import check_models, check_target_model
-from tests.broken_checkpoints import edit_config, good_checkpoint
+from tests.broken_checkpoints import SIZES, edit_config, good_checkpoint
+from tests.byte_tokenizer import TEMPLATE, byte_tokenizer
+from tests.toy_tokenizers import sentence_piece
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +91,44 @@ def test_a_node_without_drafters_needs_no_draft(folder: Path) -> None:
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no model folder"):
         check_models(config(tmp_path / "nothing"), with_weights=True)
+
+
+def a_model(folder: Path, tokenizer: Any, template: str | None = TEMPLATE) -> Path:
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=len(tokenizer))).save_pretrained(folder)
+    return folder
+
+
+def pool_of(draft: Path, *targets: Path, **options: Any) -> SlipstreamConfig:
+    """Returns models that share a draft pool, named by their folders."""
+    models = {target.name: {"model": {"target": str(target), "max_context": 128}} for target in targets}
+    return validated({"models": models, "draft": {"model": str(draft), **options}})
+
+
+def pair_lines(config: SlipstreamConfig) -> dict[str, str]:
+    """Returns the line about the draft's tokens of each model."""
+    lines = [line for line in check_models(config, with_weights=False) if ": pair: " in line]
+    return dict(line.split(": pair: ") for line in lines)
+
+
+def test_a_pool_that_translates_for_one_model_translates_for_all(tmp_path: Path) -> None:
+    same, other = a_model(tmp_path / "same", byte_tokenizer()), a_model(tmp_path / "other", sentence_piece(60))
+    draft = a_model(tmp_path / "draft", byte_tokenizer())
+    assert pair_lines(pool_of(draft, same)) == {"same": "same vocabulary"}
+    pairs = pair_lines(pool_of(draft, same, other))
+    assert pairs.keys() == {"same", "other"}
+    assert all(pair.startswith("drafts are translated through text") for pair in pairs.values())
+    templated = pair_lines(pool_of(draft, same, other, prompt="template"))
+    assert all(pair.endswith("; chats are drafted from the draft's own chat template") for pair in templated.values())
+
+
+def test_a_draft_prompt_requires_translation_and_a_template(tmp_path: Path) -> None:
+    target = a_model(tmp_path / "target", sentence_piece(60))
+    same = a_model(tmp_path / "same", sentence_piece(60))
+    silent = a_model(tmp_path / "silent", byte_tokenizer(), template=None)
+    for models in (lambda draft: config(target, draft), lambda draft: pool_of(Path(draft["model"]), target, **draft)):
+        with pytest.raises(ModelError, match=r"has the target's vocabulary .*; remove draft\.prompt"):
+            check_models(models({"model": str(same), "prompt": "template"}), with_weights=False)
+        with pytest.raises(ModelError, match=r"has no chat template; set draft\.prompt to text"):
+            check_models(models({"model": str(silent), "prompt": "template"}), with_weights=False)

@@ -89,6 +89,13 @@ def test_a_draft_without_a_row_for_each_of_the_targets_tokens_is_translated(targ
     tokens = vocabulary(target)
     assert pair(target, draft).is_translated
     assert max(pair(target, draft).draft_tokens(tokens)) < 300
+    prompt = tuple(load_tokenizer(target)("the quick brown fox")["input_ids"])
+    assert max(prompt) >= 300
+    method = method_for(DraftPool(model=str(draft)), target, target)
+    method.open(Open.measured("s", prompt, 64, 4))
+    with torch.inference_mode():
+        (proposal,) = method.draft([DraftRequest("s", 1, len(prompt), 0, 4)])
+    assert proposal.base_len == len(prompt)
 
 
 def test_a_draft_without_a_tokenizer_is_taken_for_the_targets(target: Path, tmp_path: Path) -> None:
