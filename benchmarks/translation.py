@@ -1,15 +1,19 @@
 """Measures drafts translated between two tokenizers: tokens per verification in lock step, and the cost of translation.
 
-    python benchmarks/translation.py TARGET DRAFT [--tokenizer FOLDER] [--chat] [--temperatures 0 0.7 1] [--tokens 48]
+    python benchmarks/translation.py TARGET DRAFT [--tokenizer FOLDER] [--chat] [--prompts text template]
+        [--temperatures 0 0.7 1] [--tokens 48]
 
 Runs the prompts of `slipstream bench` as raw text, or with --chat in the target's chat template, with blocks of up to
-five tokens. --tokenizer is the draft's tokenizer if its folder has none. Cost is measured on texts of 1,000 tokens: a
-round reads three tokens and translates a block.
+five tokens. The draft reads them as configured by draft.prompt: the target's text, or each prompt as a conversation in
+the draft's own chat template. --tokenizer is the draft's tokenizer if its folder has none. Cost is measured on texts of
+1,000 tokens: a round reads three tokens and translates a block.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,6 +28,7 @@ from actors.models.tokenizer_reader import load_tokenizer
 from cluster.config import DraftPool, ModelConfig, Resources
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.translation import TranslatedText, Translator
+from serve_app.api.chat_template import ChatTemplate, TemplateOptions
 from serve_app.demo_data import BENCH_PROMPTS
 from tools.bench.experiment import read_prompts
 from tools.drafts.evaluation import MeasuredTarget
@@ -36,13 +41,19 @@ COMMITTED = 3  # tokens per such round
 
 
 def decode(
-    target: MeasuredTarget, method: DraftingMethod, prompts: Sequence[tuple[int, ...]], temperature: float, tokens: int
+    target: MeasuredTarget,
+    method: DraftingMethod,
+    prompts: Sequence[tuple[int, ...]],
+    draft_prompts: Sequence[tuple[int, ...]],
+    temperature: float,
+    tokens: int,
 ) -> tuple[int, list[tuple[int, ...]]]:
     """Returns the number of verifications, and all texts."""
     verifications = 0
     texts = []
-    for index, prompt in enumerate(prompts):
+    for index, (prompt, draft_prompt) in enumerate(zip(prompts, draft_prompts, strict=True)):
         generation = target.generation(index, prompt, tokens, temperature, DRAFT_TOKENS)
+        generation = replace(generation, draft_prompt=draft_prompt)
         committed = list(target.run(generation, method, trees=False))
         verifications += len(committed)
         texts.append(tuple(token for emit in committed for token in emit.tokens))
@@ -72,6 +83,7 @@ def main() -> None:
     parser.add_argument("draft", help="folder or Hugging Face id")
     parser.add_argument("--tokenizer", help="folder or Hugging Face id of the draft's tokenizer")
     parser.add_argument("--chat", action="store_true", help="use the target's chat template")
+    parser.add_argument("--prompts", nargs="+", default=["text"], choices=["text", "template"], help="draft.prompt")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--dtype", default="bfloat16")
@@ -88,11 +100,18 @@ def main() -> None:
     tokenizer = load_tokenizer(folder)
     asked = [each.prompt for each in read_prompts(BENCH_PROMPTS)]
     prompts = [target.prompt(text) if arguments.chat else tuple(tokenizer(text)["input_ids"]) for text in asked]
+    draft_prompts: dict[str, list[tuple[int, ...]]] = {"text": [()] * len(prompts)}
+    if "template" in arguments.prompts:
+        template = ChatTemplate(load_tokenizer(local_folder(draft.tokenizer or arguments.draft, with_weights=False)))
+        draft_prompts["template"] = [
+            template.encode([{"role": "user", "content": text}], TemplateOptions()) for text in asked
+        ]
     found: dict[str, float] = {}
-    for temperature in arguments.temperatures:
-        verifications, texts = decode(target, method, prompts, temperature, arguments.tokens)
-        found[f"{temperature:g}"] = sum(map(len, texts)) / verifications
-        console.print(f"temperature {temperature:g}: {found[f'{temperature:g}']:.2f} tokens a verification")
+    for temperature, form in product(arguments.temperatures, arguments.prompts):
+        verifications, texts = decode(target, method, prompts, draft_prompts[form], temperature, arguments.tokens)
+        name = f"{form} {temperature:g}"
+        found[name] = sum(map(len, texts)) / verifications
+        console.print(f"prompt and temperature {name}: {found[name]:.2f} tokens a verification")
     if pairing.is_translated:
         read = [token for prompt, text in zip(prompts, texts, strict=True) for token in (*prompt, *text)]
         seconds, ids = cost(pairing.translator(folder), read)

@@ -338,6 +338,11 @@ class DraftPool(Section):
         """The method, or for hybrid its model-based method, which may use `model` and hidden states."""
         return self.hybrid.then if self.method == "hybrid" else self.method
 
+    @property
+    def template(self) -> str | None:
+        """Source of the tokenizer whose chat template renders prompts; None: prompts are translated."""
+        return (self.tokenizer or self.model) if self.prompt == "template" else None
+
     @model_validator(mode="after")
     def _check_method(self) -> Self:
         used_sections = METHOD_SECTIONS[self.method] | METHOD_SECTIONS[self.model_method]
@@ -690,6 +695,7 @@ def load_config(
             _expand_model_path(adapters, name, path.parent)
     for draft in (data.get("draft"), *_sections(data, "drafts")):
         _expand_model_path(draft, "model", path.parent)
+        _expand_model_path(draft, "tokenizer", path.parent)
     if isinstance(trust := data.get("trust"), dict):
         for key in trust.keys() & {"certificates", "token_file"}:
             if isinstance(trust[key], str):

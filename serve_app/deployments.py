@@ -53,7 +53,7 @@ from serve_app.replica_counters import (
     target_counts,
     version_counts,
 )
-from serve_app.serve_manifest import with_own_part
+from serve_app.serve_manifest import draft_templates, with_own_part
 from serve_app.startup import (
     StartedDrafter,
     engine_of,
@@ -473,7 +473,8 @@ class RouterDeployment(_ReplicaDeployment):
         audit = config.server.audit
         alarm = AuditAlarm(audit.records, audit.max_record_bytes)
         started = (self._ending, tracing, self._timeline, render, alarm)
-        self._models = [start_model(one, pools, *started) for one in config.served]
+        templates = draft_templates(config, os.environ)
+        self._models = [start_model(one, pools, *started, templates.get(one.drafter)) for one in config.served]
         self._routers = [one.router for one in self._models]
         by_model = {name: metrics for one in self._models for name, metrics in one.metrics().items()}
         self._metrics = Metrics(by_model=by_model) if len(by_model) > 1 else by_model[config.model.name]

@@ -110,8 +110,12 @@ def start_model(
     timeline: Timeline,
     render: TemplateProcess,
     alarm: AuditAlarm,
+    draft_template: str | None,
 ) -> RoutedModel:
-    """Creates the router of one model and loads its tokenizer; registers their shutdown on `ending`."""
+    """Creates the router of one model and loads its tokenizer; registers their shutdown on `ending`.
+
+    `draft_template` is the source of the chat template for drafts, if they have their own.
+    """
     config = served.config
     folder = local_folder(config.model.target, with_weights=False)
     identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
@@ -136,9 +140,9 @@ def start_model(
     ending.push_async_callback(router.close)
     defaults = load_defaults(str(folder)) if config.server.generation_defaults == "model" else NO_DEFAULTS
     draft_prompts = None
-    if config.draft.prompt == "template":
+    if draft_template is not None:
         draft_prompts = DraftPrompts.load(
-            config.draft, config.server, render=render, max_context=config.model.max_context
+            draft_template, config.server, render=render, max_context=config.model.max_context
         )
     service = ModelService(
         router,

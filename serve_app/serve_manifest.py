@@ -23,6 +23,7 @@ Json = dict[str, Any]
 # Distinct from variables that override configuration keys, which may be set on a node.
 DRAFT = "SLIPSTREAM_DRAFT_SECTION"  # section for drafters
 SERVER = "SLIPSTREAM_SERVER_SECTION"  # section for routers
+TEMPLATES = "SLIPSTREAM_DRAFT_TEMPLATES"  # sources of chat templates for routers, by draft pool
 ROUTER_OPTIONS = {"num_cpus": 0.1}
 CPUS_PER_ROUTER = 8  # cores beside a router, for the models and proxies that it keeps busy
 MAX_DEFAULT_ROUTERS = 4
@@ -49,7 +50,7 @@ def shared_config(config: SlipstreamConfig) -> Json:
 
 
 def _shared_draft(draft: DraftPool) -> Json:
-    given: Json = draft.model_dump(mode="json", exclude_defaults=True, exclude=POOL_KEYS)
+    given: Json = draft.model_dump(mode="json", exclude_defaults=True, exclude={*POOL_KEYS, "prompt"})
     if draft.model_method not in STATE_READERS:
         given = {name: value for name, value in given.items() if name not in DRAFTER_ONLY_METHODS}
         if draft.model is not None:
@@ -69,17 +70,17 @@ def deployment_parts(config: SlipstreamConfig) -> dict[str, Json]:
             "autoscaling_config": bounds(one.config.target.replicas),
             "user_config": scaling_settings(one),
         }
-        own = _environment_of(DRAFT, draft, "replicas")
+        own = _environment({DRAFT: _given(draft, "replicas")})
         drafters[one.drafter] = {
             "autoscaling_config": bounds(draft.replicas),
             "ray_actor_options": {**_placement(draft), **own},
         }
         if draft.learning is not None:
             trainers[one.trainer] = {"ray_actor_options": {**actor_options(draft.learning.resources), **own}}
-    router = {
-        **router_sizes(config),
-        "ray_actor_options": {**ROUTER_OPTIONS, **_environment_of(SERVER, config.server, "routers")},
-    }
+    for_routers = {SERVER: _given(config.server, "routers")}
+    if templates := draft_templates(config, {}):
+        for_routers[TEMPLATES] = templates
+    router = {**router_sizes(config), "ray_actor_options": {**ROUTER_OPTIONS, **_environment(for_routers)}}
     return {**targets, **drafters, "Router": router, **trainers}
 
 
@@ -115,10 +116,14 @@ def _placement(draft: DraftPool) -> Json:
     return {**options, "fallback_strategy": [{"label_selector": dict(labels)}]} if labels else options
 
 
-def _environment_of(variable: str, section: BaseModel, excluded: str) -> Json:
-    given = section.model_dump(mode="json", exclude_defaults=True, exclude={excluded})
-    value = json.dumps(given, sort_keys=True).replace("$", r"\u0024")  # Ray expands ${NAME} as a variable
-    return {"runtime_env": {"env_vars": {variable: value}}}
+def _given(section: BaseModel, excluded: str) -> Json:
+    return section.model_dump(mode="json", exclude_defaults=True, exclude={excluded})
+
+
+def _environment(parts: Mapping[str, Json]) -> Json:
+    values = {variable: json.dumps(part, sort_keys=True) for variable, part in parts.items()}
+    escaped = {variable: value.replace("$", r"\u0024") for variable, value in values.items()}  # Ray expands ${NAME}
+    return {"runtime_env": {"env_vars": escaped}}
 
 
 def with_own_part(config: SlipstreamConfig, environment: Mapping[str, str]) -> SlipstreamConfig:
@@ -129,6 +134,14 @@ def with_own_part(config: SlipstreamConfig, environment: Mapping[str, str]) -> S
     if SERVER in environment:
         own_sections["server"] = ServerConfig.model_validate_json(environment[SERVER])
     return config.model_copy(update=own_sections)
+
+
+def draft_templates(config: SlipstreamConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the source of the chat template for drafts of each pool that has one, from the router's environment."""
+    if TEMPLATES in environment:
+        sources: dict[str, str] = json.loads(environment[TEMPLATES])
+        return sources
+    return {one.drafter: source for one in config.served if (source := one.config.draft.template) is not None}
 
 
 def deployed_drain_s(application: Mapping[str, Any]) -> float | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from actors.models.checkpoint import local_folder
 from actors.models.tokenizer_reader import load_tokenizer
-from cluster.config import DraftPool, ServerConfig
+from cluster.config import ServerConfig
 from cluster.errors import EngineError, ModelError, RequestError
 from serve_app.api.chat import messages_of, options_of
 from serve_app.api.chat_template import ChatTemplate, Render, render_here, templates_of
@@ -38,11 +38,9 @@ class DraftPrompts:
 
     @classmethod
     def load(
-        cls, draft: DraftPool, server: ServerConfig, *, render: Render = render_here, max_context: int
+        cls, source: str, server: ServerConfig, *, render: Render = render_here, max_context: int
     ) -> "DraftPrompts":
-        """Loads the draft's template. Raises ModelError if there is none."""
-        source = draft.tokenizer or draft.model
-        assert source is not None, "the configuration allows draft.prompt only for draft models"
+        """Loads the template of a Hugging Face id or folder. Raises ModelError if there is none."""
         tokenizer = check_template(local_folder(source, with_weights=False))
         special = server.allow_special_tokens_in_text
         max_chars = max_context * max(map(len, tokenizer.get_vocab()))

@@ -361,6 +361,8 @@ def test_contradictions_between_models_are_refused(change, expected):
 def test_only_a_draft_model_has_a_prompt_of_its_own() -> None:
     model = {"target": "t"}
     hybrid = validated({"model": model, "draft": {"method": "hybrid", "model": "d", "prompt": "template"}})
-    assert hybrid.draft.prompt == "template"
+    assert hybrid.draft.template == "d"
+    elsewhere = hybrid.draft.model_copy(update={"tokenizer": "t"})
+    assert (elsewhere.template, elsewhere.model_copy(update={"prompt": "text"}).template) == ("t", None)
     with pytest.raises(ConfigError, match=r"method ngram has no chat template of its own; remove draft\.prompt"):
         validated({"model": model, "draft": {"method": "ngram", "prompt": "template"}})

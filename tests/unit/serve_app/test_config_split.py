@@ -12,7 +12,7 @@ from ray.serve._private.deploy_utils import get_app_code_version
 from cluster.config import ENVIRONMENT_PREFIX, DraftPool, SlipstreamConfig, TargetPool, validated
 from cluster.errors import ConfigError
 from serve_app.operations.deploying import application_schema
-from serve_app.serve_manifest import deployed_drain_s, shared_config, with_own_part
+from serve_app.serve_manifest import deployed_drain_s, draft_templates, shared_config, with_own_part
 
 PLACED = ("ray_actor_options", "placement_group_bundles", "placement_group_strategy", "max_replicas_per_node")
 NOBODY: set[str] = set()
@@ -75,6 +75,7 @@ def named(given: object) -> str:
         ({"server": {"keys": {"two": {"sha256": 64 * "1"}}}}, {"Router"}, NOBODY),
         ({"server": {"log_format": "json"}}, POOLS, NOBODY),
         ({"draft": {"model": "owner/other"}}, {"Drafter"}, NOBODY),
+        ({"draft": {"prompt": "template"}}, {"Drafter", "Router"}, NOBODY),
         ({"draft": {"draft_model": {"quantization": "int8"}}}, {"Drafter"}, NOBODY),
         ({"draft": {"resources": {"threads": 2}, "cache": {"gib": 1}}}, {"Drafter"}, NOBODY),
         ({"draft": {"resources": {"num_gpus": 0.5}}}, {"Drafter"}, NOBODY),
@@ -229,3 +230,22 @@ def test_the_parts_of_several_models_add_up_to_the_configuration() -> None:
         assert drafter.draft.model_copy(update=sizes) == before.config.draft
         assert (after.target, after.drafter, after.config.model) == (before.target, before.drafter, before.config.model)
         assert after.config.target.replicas == TargetPool().replicas
+
+
+def test_routers_get_the_template_of_each_pool_that_has_one() -> None:
+    model = {"model": {"target": "owner/target"}}
+    pools = {
+        "draft": {"model": "owner/draft", "prompt": "template"},
+        "drafts": {
+            "other": {"model": "owner/other", "tokenizer": "own/${er}", "prompt": "template"},
+            "text": {"model": "x"},
+        },
+    }
+    models = {"a": model, "b": {**model, "draft": "other"}, "c": {**model, "draft": "text"}}
+    config = validated({"models": models, **pools})
+    templates = {"Drafter": "owner/draft", "Drafter-other": "own/${er}"}
+    with patch.dict(os.environ):
+        update_envs(own_environment(config, "Router"))
+        assert draft_templates(validated(shared_config(config)), os.environ) == templates
+    assert draft_templates(config, {}) == templates, "without the file for `serve deploy`"
+    assert draft_templates(validated(shared_config(config)), {}) == {}

@@ -1,12 +1,13 @@
 """Tests prompts in a draft's own chat template: rendered conversations, and fallback to the target's prompt."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from cluster.config import DraftPool, ServerConfig
+from cluster.config import ServerConfig
 from cluster.errors import EngineError, ModelError
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
@@ -93,15 +94,11 @@ async def test_tools_are_rendered_by_a_template_that_takes_them() -> None:
         assert "weather" in await drafted_from(front, messages=[USER], tools=[TOOL])
 
 
-def test_a_tokenizer_elsewhere_provides_the_template(tmp_path: Any) -> None:
-    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    draft = DraftPool(model=str(tmp_path), tokenizer=str(tmp_path / "tokenizer"), prompt="template")
-    DraftPrompts.load(draft, ServerConfig(), max_context=64)
-
-
-def test_a_draft_without_a_template_is_refused(tmp_path: Any) -> None:
+def test_a_draft_without_a_template_is_refused(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "with")
+    DraftPrompts.load(str(tmp_path / "with"), ServerConfig(), max_context=64)
     tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path / "without")
     with pytest.raises(ModelError, match=r"has no chat template; set draft\.prompt to text"):
-        DraftPrompts.load(DraftPool(model=str(tmp_path), prompt="template"), ServerConfig(), max_context=64)
+        DraftPrompts.load(str(tmp_path / "without"), ServerConfig(), max_context=64)
