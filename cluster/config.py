@@ -312,8 +312,7 @@ class DraftPool(Section):
     tokenizer: str | None = Field(None, description="source of a draft model's tokenizer; default: `draft.model`")
     prompt: Literal["text", "template"] = Field(
         "text",
-        description="prompt of a chat for a draft with another tokenizer. text: the target's prompt as text; template:"
-        " the conversation in the draft's own chat template",
+        description="prompt of translated drafts. template: chats in the draft's own chat template",
     )
     draft_model: DraftModelOptions = DraftModelOptions()
     ngram: NgramOptions = NgramOptions()
