@@ -28,10 +28,9 @@ from actors.models.tokenizer_reader import load_tokenizer
 from cluster.config import DraftPool, ModelConfig, Resources
 from cluster.drafting.method import DraftingMethod
 from cluster.drafting.translation import TranslatedText, Translator
-from serve_app.api.chat_template import ChatTemplate, TemplateOptions
 from serve_app.demo_data import BENCH_PROMPTS
 from tools.bench.experiment import read_prompts
-from tools.drafts.evaluation import MeasuredTarget
+from tools.drafts.evaluation import MeasuredTarget, draft_prompts
 
 CONTEXT = 1024
 DRAFT_TOKENS = 5
@@ -44,16 +43,16 @@ def decode(
     target: MeasuredTarget,
     method: DraftingMethod,
     prompts: Sequence[tuple[int, ...]],
-    draft_prompts: Sequence[tuple[int, ...]],
+    own_prompts: Sequence[tuple[int, ...]],
     temperature: float,
     tokens: int,
 ) -> tuple[int, list[tuple[int, ...]]]:
     """Returns the number of verifications, and all texts."""
     verifications = 0
     texts = []
-    for index, (prompt, draft_prompt) in enumerate(zip(prompts, draft_prompts, strict=True)):
+    for index, (prompt, own) in enumerate(zip(prompts, own_prompts, strict=True)):
         generation = target.generation(index, prompt, tokens, temperature, DRAFT_TOKENS)
-        generation = replace(generation, draft_prompt=draft_prompt)
+        generation = replace(generation, draft_prompt=own)
         committed = list(target.run(generation, method, trees=False))
         verifications += len(committed)
         texts.append(tuple(token for emit in committed for token in emit.tokens))
@@ -100,15 +99,10 @@ def main() -> None:
     tokenizer = load_tokenizer(folder)
     asked = [each.prompt for each in read_prompts(BENCH_PROMPTS)]
     prompts = [target.prompt(text) if arguments.chat else tuple(tokenizer(text)["input_ids"]) for text in asked]
-    draft_prompts: dict[str, list[tuple[int, ...]]] = {"text": [()] * len(prompts)}
-    if "template" in arguments.prompts:
-        template = ChatTemplate(load_tokenizer(local_folder(draft.tokenizer or arguments.draft, with_weights=False)))
-        draft_prompts["template"] = [
-            template.encode([{"role": "user", "content": text}], TemplateOptions()) for text in asked
-        ]
     found: dict[str, float] = {}
     for temperature, form in product(arguments.temperatures, arguments.prompts):
-        verifications, texts = decode(target, method, prompts, draft_prompts[form], temperature, arguments.tokens)
+        own = draft_prompts(draft.model_copy(update={"prompt": form}), asked)
+        verifications, texts = decode(target, method, prompts, own, temperature, arguments.tokens)
         name = f"{form} {temperature:g}"
         found[name] = sum(map(len, texts)) / verifications
         console.print(f"prompt and temperature {name}: {found[name]:.2f} tokens a verification")

@@ -170,6 +170,7 @@ def proto_open(**changes: Any) -> pb.Open:
 BAD_OPENS = {
     "ids out of range": (proto_open(tokens=VOCABULARY.to_bytes(4, "little") * 2), "outside the vocabulary"),
     "negative ids": (proto_open(tokens=b"\xff" * 8), "negative"),
+    "negative ids of the draft": (proto_open(draft_prompt=b"\xff" * 8), "draft_prompt contains a negative"),
     "lengths that do not fit": (proto_open(prompt_len=9), "prompt_len is 9"),
     "beyond the context": (proto_open(max_len=CONTEXT + 1), "context"),
     "huge K": (proto_open(draft_tokens=1 << 31), "draft_tokens"),

@@ -16,7 +16,15 @@ from cluster.config import DraftPool, SlipstreamConfig
 from cluster.errors import ConfigError
 from serve_app.tables import sheet, shown
 from tools.charts import line_chart
-from tools.drafts.evaluation import BEST, DecodedText, DraftMeasures, MeasuredTarget, measures, replay
+from tools.drafts.evaluation import (
+    BEST,
+    DecodedText,
+    DraftMeasures,
+    MeasuredTarget,
+    draft_prompts,
+    measures,
+    replay,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,7 +104,8 @@ def _measured(
     largest = max(comparison.nodes)
     setup = target.setup(draft, max(longest, largest))
     method = create_method(draft, setup)
-    fed = [replace(text, states=rows) for text, rows in zip(texts, target.states(draft, texts), strict=True)]
+    inputs = zip(texts, target.states(draft, texts), draft_prompts(draft, comparison.prompts), strict=True)
+    fed = [replace(text, states=rows, open=replace(text.open, draft_prompt=prompt)) for text, rows, prompt in inputs]
     asked = [replay(method, text, longest, largest) for text in track(fed, title, console=console, transient=True)]
     states_bytes = 0 if setup.states is None else setup.states.row_bytes
     temperature = texts[0].open.sampling.temperature

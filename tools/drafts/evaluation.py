@@ -36,6 +36,8 @@ from cluster.verification.scheduler import VerificationLimits, VerificationSched
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, DraftRequest, Open, Sampling, Shape
 from protos.prefix import Prefix
+from serve_app.api.chat_template import ChatTemplate, TemplateOptions
+from serve_app.api.draft_prompt import check_template
 
 PAGE_SIZE = 16
 STEP_TOKENS = 512
@@ -159,6 +161,17 @@ class MeasuredTarget:
             part = tokens[start : start + STEP_TOKENS]
             runner.forward([InputRow(part, start, 1, pages[: -(-(start + len(part)) // PAGE_SIZE)])])
         return runner.read_states(range(len(tokens)))
+
+
+def draft_prompts(draft: DraftPool, prompts: Sequence[str]) -> list[tuple[int, ...]]:
+    """Returns each prompt as a conversation in the draft's chat template; empty ones if the draft translates prompts.
+
+    Raises ModelError if `draft.prompt` is `template` and there is no template.
+    """
+    if draft.template is None:
+        return [()] * len(prompts)
+    template = ChatTemplate(check_template(local_folder(draft.template, with_weights=False)))
+    return [template.encode([{"role": "user", "content": prompt}], TemplateOptions()) for prompt in prompts]
 
 
 @dataclass(frozen=True, slots=True)

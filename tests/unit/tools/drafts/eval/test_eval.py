@@ -1,11 +1,12 @@
 """Evaluation of a recorded text gives the same results as lock step, and correct metrics of the offered drafts."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from actors.compute.hidden_states import decode_rows
 from actors.drafters.registry import capture_spec, create_method
@@ -13,9 +14,11 @@ from cluster.config import DraftPool, ModelConfig, Resources
 from cluster.config_sections import StatesOptions
 from cluster.errors import ConfigError
 from protos.draft_tree import NO_TREE, DraftTree
+from tests.broken_checkpoints import SIZES
+from tests.toy_tokenizers import sentence_piece
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, checkpoint
 from tests.unit.tools.drafts.eval.tiny_target import a_target
-from tools.drafts.evaluation import MeasuredTarget, Replay, measures, replay, verifies
+from tools.drafts.evaluation import MeasuredTarget, Replay, draft_prompts, measures, replay, verifies
 
 TOKENS = 40
 PROMPTS = ("abcabcabcab", "hello,hello,hel")
@@ -63,6 +66,26 @@ def test_verifications_equal_those_in_lock_step(name: str, draft_tokens: int, ta
         assert verifies(places, draft_tokens, trees=False) == len(emits)
         accepted += sum(emit.accepted for emit in emits)
     assert accepted > 0, "a draft that is never right would show nothing"
+
+
+def test_a_draft_reads_prompts_in_its_own_template(target: MeasuredTarget, tmp_path: Path) -> None:
+    tokenizer = sentence_piece(60)
+    tokenizer.chat_template = "{% for m in messages %}<mark>{{ m.content }}{% endfor %}<mark>"
+    tokenizer.save_pretrained(tmp_path)
+    LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=len(tokenizer))).save_pretrained(tmp_path)
+    draft = DraftPool(model=str(tmp_path), prompt="template")
+    assert draft_prompts(draft.model_copy(update={"prompt": "text"}), PROMPTS) == [(), ()]
+    own = draft_prompts(draft, PROMPTS)
+    assert [tokenizer.decode(prompt) for prompt in own] == [f"<mark>{prompt}<mark>" for prompt in PROMPTS]
+    setup = target.setup(draft, LONGEST)
+    for index, prompt in enumerate(PROMPTS):
+        generation = replace(target.generation(index, target.prompt(prompt), 8, 0.0, LONGEST), draft_prompt=own[index])
+        emits = list(target.run(generation, create_method(draft, setup), trees=False))
+        text = target.decode(generation)
+        assert text.tokens[len(generation.prompt) :] == tuple(token for emit in emits for token in emit.tokens)
+        drafted = replace(text, open=replace(text.open, draft_prompt=own[index]))
+        places = replay(create_method(draft, setup), drafted, LONGEST, NODES)
+        assert verifies(places, LONGEST, trees=False) == len(emits)
 
 
 # ---------------------------------------------------------------- states
