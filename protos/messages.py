@@ -181,9 +181,9 @@ class Sampling:
         return additive or self.repetition_penalty != 1.0
 
     @property
-    def filters(self) -> tuple[float, int, float, float]:
-        """Parameters applied to the distribution after penalties."""
-        return self.temperature, self.top_k, self.top_p, self.min_p
+    def is_filtered(self) -> bool:
+        """True if top-k, top-p or min-p may exclude tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 GREEDY = Sampling(temperature=0.0)

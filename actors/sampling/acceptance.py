@@ -25,14 +25,12 @@ import torch
 from torch import Tensor
 
 from actors.compute.kv_cache import to_device
+from actors.sampling.draws import LOGITS_PER_GROUP, NOT_FINITE, Draws, DrawsOnDevice, draw_tokens
 from actors.sampling.gumbel import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, key, uniform_scalar
 from actors.sampling.logits_processors import ProcessorChain, paths_of
-from actors.sampling.truncation import Restricted, restrict
+from actors.sampling.truncation import Filters, Restricted, restrict
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling
-
-NOT_FINITE = -1  # token of a block with non-finite logits
-LOGITS_PER_GROUP = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits per group; limited by CPU cache or GPU memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +100,35 @@ class PendingBlock:
         return len(self.draft) + 1
 
     @property
+    def is_drawn_in_step(self) -> bool:
+        """True if `draw_tokens` decides the block: it needs neither processed logits nor probabilities."""
+        if self.chain is not None:
+            return False
+        return self.sampling.greedy or (self.rule is Acceptance.COUPLED and not self.sampling.is_filtered)
+
+    @property
     def kind(self) -> "_Kind":
-        if self.sampling.greedy:
-            return self.sampling.filters, Acceptance.COUPLED, self.chain is not None
-        return self.sampling.filters, self.rule, self.chain is not None
+        rule = Acceptance.COUPLED if self.sampling.greedy else self.rule
+        return self.sampling.greedy, rule, self.chain is not None
 
 
-_Kind = tuple[tuple[float, int, float, float], Acceptance, bool]
-"""Grouping key of blocks to decide together: filters, rule, and whether their logits are processed."""
+_Kind = tuple[bool, Acceptance, bool]
+"""Grouping key of blocks to decide together: greedy or not, rule, and whether their logits are processed."""
+
+
+def draws_of(blocks: Sequence[PendingBlock], vocabulary: int) -> Draws:
+    """Returns the draws of the blocks' positions. Blocks that need more than these have greedy draws to be ignored."""
+    sampled: list[int] = []
+    keys: list[int] = []
+    temperatures: list[float] = []
+    first = 0
+    for block in blocks:
+        if block.is_drawn_in_step and not block.sampling.greedy:
+            sampled += range(first, first + block.positions)
+            keys += [block.at.key(offset, Purpose.DRAW) for offset in offsets(block.draft)]
+            temperatures += [block.sampling.temperature] * block.positions
+        first += block.positions
+    return Draws(vocabulary, tuple(sampled), tuple(keys), tuple(temperatures))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,21 +142,33 @@ class _OnDevice:
     read: Callable[[list[int]], list[BlockDecision | None]]
 
 
-def decide(blocks: Sequence[PendingBlock], logits: Tensor) -> list[BlockDecision]:
+def decide(blocks: Sequence[PendingBlock], logits: Tensor, tokens: Tensor | None = None) -> list[BlockDecision]:
     """Decides all blocks. `logits` concatenates their logits, (sum of the blocks' positions, vocabulary).
 
-    If the largest logit of a row is not finite, its block stays undecided. A maximum propagates NaN, while single -inf
-    logits, written by models' masks, are valid. NOT_FINITE replaces the token, so the flag needs no further copy. The
-    few blocks that need more than the likeliest candidates are decided again with all tokens.
+    `tokens`, (positions,), are the results of `draw_tokens` for the draws of these blocks; by default, they are drawn
+    here. If the largest logit of a row is not finite, its block stays undecided. NOT_FINITE replaces the token, so the
+    flag needs no further copy. The few blocks that need more than the likeliest candidates are decided again with all
+    tokens.
     """
+    if not blocks:
+        return []
     row_ranges = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
     decisions: list[BlockDecision | None] = [None] * len(blocks)
+    if tokens is None:
+        tokens = draw_tokens(logits, on_device(draws_of(blocks, logits.shape[1]), logits.device))
+    drawn = [index for index, block in enumerate(blocks) if block.is_drawn_in_step]
     for exhaustive in (False, True):
-        groups = _alike(blocks, [i for i, decision in enumerate(decisions) if decision is None], logits)
+        done = set() if exhaustive else set(drawn)
+        others = [index for index, decision in enumerate(decisions) if decision is None and index not in done]
+        groups = _alike(blocks, others, logits)
         answers = [
             _decide_alike([blocks[i] for i in members], _rows(logits, [row_ranges[i] for i in members]), exhaustive)
             for members in groups
         ]
+        if done:
+            groups.append(drawn)
+            own = _rows(tokens, [row_ranges[i] for i in drawn])
+            answers.append(_match([blocks[i] for i in drawn], own, None))
         for members, decisions_read in zip(groups, _read(answers), strict=True):
             for index, decision in zip(members, decisions_read, strict=True):
                 decisions[index] = decision
@@ -153,9 +184,6 @@ def _alike(blocks: Sequence[PendingBlock], indices: Sequence[int], logits: Tenso
     for index in indices:
         block = blocks[index]
         kind = block.kind
-        if block.sampling.greedy and block.chain is None:  # without a copy of the logits, group size is unlimited
-            groups[kind, 0].append(index)
-            continue
         groups[kind, before[kind] // most].append(index)
         before[kind] += block.positions
     return list(groups.values())
@@ -180,22 +208,26 @@ def _rows(logits: Tensor, row_ranges: Sequence[range]) -> Tensor:
 
 def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, exhaustive: bool) -> _OnDevice:
     """Decides blocks with the same rule and parameters."""
-    sampling = blocks[0].sampling
-    if sampling.greedy and blocks[0].chain is None:
-        largest, own = logits.max(dim=-1)  # in bfloat16, argmax takes four times as long
-        return _match(blocks, own, torch.isfinite(largest), None)
     finite = torch.isfinite(logits.amax(dim=-1))  # before processing: processors write -inf over NaN
     if blocks[0].chain is not None:
         parts = torch.split(logits, [block.positions for block in blocks])
         logits = torch.cat([_processed(part, block) for part, block in zip(parts, blocks, strict=True)])
-    if sampling.greedy:
-        return _match(blocks, logits.max(dim=-1).indices, finite, None)
-    restricted = restrict(logits.to(torch.float32), sampling, exhaustive)
+    if blocks[0].sampling.greedy:
+        return _match(blocks, torch.where(finite, logits.max(dim=-1).indices, NOT_FINITE), None)
+    filters = Filters.of([block.sampling for block in blocks for _ in range(block.positions)], logits.device)
+    restricted = restrict(logits.to(torch.float32), filters, exhaustive)
     if blocks[0].rule is Acceptance.REJECTION:
         return _accept_by_ratio(blocks, restricted, finite)
     keys = [block.at.key(offset, Purpose.DRAW) for block in blocks for offset in offsets(block.draft)]
     own = _draw(restricted.logits, to_device([keys], logits.device)[0], restricted.candidates)
-    return _match(blocks, own, finite, restricted.is_exact)
+    return _match(blocks, torch.where(finite, own, NOT_FINITE), restricted.is_exact)
+
+
+def on_device(draws: Draws, device: torch.device) -> DrawsOnDevice:
+    """Copies draws to a device."""
+    sampled, keys = to_device([draws.sampled, draws.keys], device)
+    (temperatures,) = to_device([draws.temperatures], device, torch.float64)
+    return DrawsOnDevice(sampled, keys, temperatures)
 
 
 def _processed(logits: Tensor, block: PendingBlock) -> Tensor:
@@ -210,10 +242,9 @@ def _draw(scores: Tensor, keys: Tensor, candidates: Tensor | None) -> Tensor:
     return gumbel_argmaxes_among(scores, keys, candidates)
 
 
-def _match(blocks: Sequence[PendingBlock], own: Tensor, finite: Tensor, is_exact: Tensor | None) -> _OnDevice:
+def _match(blocks: Sequence[PendingBlock], own: Tensor, is_exact: Tensor | None) -> _OnDevice:
     """Accepts draft tokens that equal the target's own draws, `own`, (positions,)."""
     total = len(own)
-    own = torch.where(finite, own, NOT_FINITE)
 
     def read(numbers: list[int]) -> list[BlockDecision | None]:
         decisions: list[BlockDecision | None] = []

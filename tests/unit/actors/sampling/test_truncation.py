@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.sampling.truncation import restrict
+from actors.sampling.truncation import Filters, restrict
 from protos.draft_tree import DraftTree
 from protos.messages import Sampling
 from tests.sampling_reference import process
@@ -152,10 +152,11 @@ def test_sufficient_candidates_contain_all_remaining_tokens(sampling):
     """
     scales = torch.tensor([0.01, 0.1, 1.0, 4.0, 16.0]).repeat(8).unsqueeze(1)
     logits = (2 * scales * torch.randn(40, 5000, generator=torch.Generator().manual_seed(4))).round() / 2
-    exact = restrict(logits, sampling, exhaustive=True)
+    filters = Filters.of([sampling] * len(logits), logits.device)
+    exact = restrict(logits, filters, exhaustive=True)
     assert exact.candidates is None
     assert exact.is_exact.all()
-    quick = restrict(logits, sampling)
+    quick = restrict(logits, filters)
     torch.testing.assert_close(quick.logits[quick.is_exact], exact.logits[quick.is_exact])
     assert quick.candidates.shape[1] < 5000
     for row, candidates, is_exact in zip(exact.logits, quick.candidates, quick.is_exact, strict=True):
