@@ -14,6 +14,7 @@ from actors.drafters.model.draft_model import DraftModel, InterruptibleRunner
 from actors.drafters.model.sampling import DraftingLimits
 from actors.grammars import GrammarCompiler
 from actors.models.decoder import ForwardOutput
+from actors.sampling.draws import NO_DRAWS, Draws
 from cluster.page_allocator import PageCopy, SlotMove
 from cluster.routing.ledger import Generation
 from protos.messages import Acceptance, Sampling
@@ -39,6 +40,7 @@ class ToyRunner:
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
+        draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
         tokens = [token for row in rows for token in row.tokens[len(row.tokens) - row.logits :]]
         return ForwardOutput(self._table[torch.tensor(tokens, dtype=torch.int64)], None)

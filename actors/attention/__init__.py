@@ -11,7 +11,7 @@ To add a backend, implement `AttentionBackend` and `AttentionPlan` and add an en
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -53,6 +53,17 @@ class ScoreOptions:
         return self.chunk is None and self.softcap is None and self.sinks is None and self.alibi is None
 
 
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sizes of a padded step, which determine the shapes of all its tensors."""
+
+    tokens: int
+    rows: int
+    pages: int  # of each page table
+    positions: int  # with logits
+    sampled: int  # positions that are sampled rather than decided by the largest logit
+
+
 class AttentionPlan(Protocol):
     """Attention plan for one step's rows, shared by all layers.
 
@@ -88,6 +99,18 @@ class AttentionBackend(Protocol):
         ...
 
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> AttentionPlan: ...
+
+
+@runtime_checkable
+class PaddedBackend(AttentionBackend, Protocol):
+    """Attention kernel that can be captured."""
+
+    def padded_plan(self, rows: Sequence[InputRow], cache: PagedCache, shape: StepShape) -> AttentionPlan:
+        """Returns a plan that attends `shape.tokens` queries, of which padding gets zeros.
+
+        The lengths of its `integers`, and all operations from `place` on, depend on the shape alone.
+        """
+        ...
 
 
 def pages_of(pool: Tensor, page_size: int) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,16 @@
-"""Turns a step's rows into flat tensors on the device: tokens, positions, cache slots and attention plan."""
+"""Turns a step's rows into flat tensors on the device: tokens, positions, cache slots, attention plan and draws."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from actors.attention import AttentionBackend, ScoreOptions
+from actors.attention import AttentionBackend, AttentionPlan, PaddedBackend, ScoreOptions, StepShape
 from actors.compute.kv_cache import InputRow, PagedCache, to_device
 from actors.compute.recurrent_states import Advance
+from actors.sampling.draws import DRAW_LISTS, NO_DRAWS, Draws, DrawsOnDevice
 
 
 class Interrupted(Exception):
@@ -19,28 +22,63 @@ def never() -> bool:
     return False
 
 
-class RaggedBatch:
-    """Concatenated rows of varying length; all of their integers are copied to the device in one operation."""
+BATCH_LISTS = 4  # tokens, positions, slots to write, and indices of the positions with logits
 
-    def __init__(
-        self,
-        rows: Sequence[InputRow],
-        cache: PagedCache,
-        backend: AttentionBackend,
-        interrupted: Callable[[], bool] = never,
-    ) -> None:
-        self.cache = cache
-        self._rows = rows
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step as lists of integers, which are copied to the device in one operation.
+
+    `integers` are the tokens, their positions, the slots to write, the indices in the flat batch at which logits are
+    requested, then those of the draws, then those of the attention plan.
+    """
+
+    rows: Sequence[InputRow]
+    cache: PagedCache
+    plan: AttentionPlan
+    integers: list[Sequence[int]]
+
+    @classmethod
+    def exact(
+        cls, rows: Sequence[InputRow], cache: PagedCache, backend: AttentionBackend, draws: Draws = NO_DRAWS
+    ) -> Self:
+        """Packs a step without padding."""
+        plan = backend.plan(rows, cache)
+        return cls(rows, cache, plan, [*_integers(rows, cache.page_size), *draws.integers, *plan.integers])
+
+    @classmethod
+    def padded(
+        cls, rows: Sequence[InputRow], cache: PagedCache, backend: PaddedBackend, shape: StepShape, draws: Draws
+    ) -> Self:
+        """Packs a step of a fixed shape. Padding tokens write to `PagedCache.scrap_slot` and see no keys.
+
+        Recurrent layers are not supported.
+        """
+        plan = backend.padded_plan(rows, cache, shape)
+        fills = (0, 0, cache.scrap_slot, 0)
+        sizes = (shape.tokens, shape.tokens, shape.tokens, shape.positions)
+        lists = zip(_integers(rows, cache.page_size), fills, sizes, strict=True)
+        padded = [[*part, *[fill] * (size - len(part))] for part, fill, size in lists]
+        return cls(rows, cache, plan, [*padded, *draws.padded(shape.sampled, shape.positions), *plan.integers])
+
+
+class RaggedBatch:
+    """Concatenated rows of varying length on the device. `place` must be called before the forward."""
+
+    def __init__(self, step: PackedStep, parts: Sequence[Tensor], interrupted: Callable[[], bool] = never) -> None:
+        """`parts` are the step's integers as one-dimensional tensors."""
+        self.cache = step.cache
+        self._rows = step.rows
+        self._plan = step.plan
         self._interrupted = interrupted
-        size = cache.page_size
-        tokens = [token for row in rows for token in row.tokens]
-        positions = [at for row in rows for at in row.positions]
-        written = [row.pages[at // size] * size + at % size for row in rows for at in row.slots]
-        self._plan = backend.plan(rows, cache)
-        parts = to_device([tokens, positions, written, _logit_indices(rows), *self._plan.integers], cache.device)
         # tokens, positions: (total,); written: (total,) slots in the pool; logit_at: (requested,) indices in the batch
-        self.tokens, self.positions, self.written, self.logit_at = parts[:4]
-        self._plan.place(parts[4:])
+        self.tokens, self.positions, self.written, self.logit_at = parts[:BATCH_LISTS]
+        self.draws = DrawsOnDevice.of(parts[BATCH_LISTS : BATCH_LISTS + DRAW_LISTS])
+        self._plan_parts = parts[BATCH_LISTS + DRAW_LISTS :]
+
+    def place(self) -> None:
+        """Prepares attention from the integers on the device."""
+        self._plan.place(self._plan_parts)
 
     def attend(
         self,
@@ -67,11 +105,30 @@ class RaggedBatch:
         return torch.cat([states.feed(layer, row, part, advance) for row, part in zip(self._rows, parts, strict=True)])
 
 
-def _logit_indices(rows: Sequence[InputRow]) -> list[int]:
-    """Returns the indices in the flat batch at which logits are requested."""
-    indices: list[int] = []
+def exact_batch(
+    rows: Sequence[InputRow],
+    cache: PagedCache,
+    backend: AttentionBackend,
+    interrupted: Callable[[], bool] = never,
+    draws: Draws = NO_DRAWS,
+) -> RaggedBatch:
+    """Copies rows to the device without padding, ready for a forward."""
+    step = PackedStep.exact(rows, cache, backend, draws)
+    batch = RaggedBatch(step, to_device(step.integers, cache.device), interrupted)
+    batch.place()
+    return batch
+
+
+def _integers(rows: Sequence[InputRow], page_size: int) -> list[list[int]]:
+    """Returns tokens, positions, slots to write, and the indices in the flat batch at which logits are requested."""
+    logit_at: list[int] = []
     end = 0
     for row in rows:
         end += len(row.tokens)
-        indices += range(end - row.logits, end)
-    return indices
+        logit_at += range(end - row.logits, end)
+    return [
+        [token for row in rows for token in row.tokens],
+        [at for row in rows for at in row.positions],
+        [row.pages[at // page_size] * page_size + at % page_size for row in rows for at in row.slots],
+        logit_at,
+    ]

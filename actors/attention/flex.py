@@ -42,7 +42,7 @@ class FlexPlan:
     def __init__(self, rows: Sequence[InputRow], cache: PagedCache, kernel: Callable[..., Tensor]) -> None:
         self._kernel = kernel
         self._page_size = cache.page_size
-        self._pages = cache.padding_slot // cache.page_size + 1  # pages of the pool, including the padding page
+        self._pages = cache.scrap_slot // cache.page_size + 1  # pages of the pool, including those for padding
         self._rows = len(rows)
         used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
         row_of = [index for index, row in enumerate(rows) for _ in row.tokens]

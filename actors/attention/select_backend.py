@@ -18,7 +18,7 @@ from torch.nn.attention import restore_flash_attention_impl
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention import AttentionBackend, ScoreOptions
-from actors.attention.batch import RaggedBatch
+from actors.attention.batch import exact_batch
 from actors.attention.flashinfer import flashinfer_for
 from actors.attention.flex import flex_for
 from actors.attention.sdpa_gather import SdpaGather
@@ -219,14 +219,14 @@ class Trial:
             pages = torch.tensor(row.pages, device=pool.device)
             slots = (pages.unsqueeze(1) * size + torch.arange(size, device=pool.device)).flatten()
             pool[slots[: len(old)]] = old
-        batch = RaggedBatch(self._trees if trees else self._rows, self._cache, backend)
+        batch = exact_batch(self._trees if trees else self._rows, self._cache, backend)
         return batch.attend(0, self._query, self._new, ScoreOptions(self._scaling, window))
 
     def build(self, backend: AttentionBackend, trees: bool) -> None:
         """Attends once per kind of step, so that all kernels are built before serving."""
         for window in self.windows:
             for rows in self._kinds(trees):
-                batch = RaggedBatch(rows, self._cache, backend)
+                batch = exact_batch(rows, self._cache, backend)
                 total = sum(len(row.tokens) for row in rows)
                 query = self._query[:1].expand(total, -1, -1)
                 batch.attend(0, query, self._new[:1].expand(total, -1, -1), ScoreOptions(self._scaling, window))
@@ -240,7 +240,7 @@ class Trial:
 
     def step(self, backend: AttentionBackend) -> None:
         """Computes one step's attention in all layers and waits for the device."""
-        batch = RaggedBatch(self._rows, self._cache, backend)
+        batch = exact_batch(self._rows, self._cache, backend)
         for _ in range(self._shape.layers):
             batch.attend(0, self._query, self._new, ScoreOptions(self._scaling))
         if self._cache.device.type == "cuda":

@@ -37,7 +37,8 @@ class PagedCache:
     def __init__(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size = page_size
         self.padding_slot = pages * page_size  # first slot of an extra page of zeros, read by padding
-        self._positions = (pages + 1) * page_size
+        self.scrap_slot = self.padding_slot + page_size  # first slot of a page that padding writes and nobody reads
+        self._positions = (pages + 2) * page_size
         self.dtype = dtype
         self.device = device
         self._layers: dict[int, Tensor] = {}
@@ -51,7 +52,7 @@ class PagedCache:
         if index not in self._layers:
             shape = (self._positions, 2 * kv_heads, head_dim)
             self._layers[index] = torch.empty(shape, dtype=self.dtype, device=self.device)
-            self._layers[index][self.padding_slot :] = 0
+            self._layers[index][self.padding_slot : self.scrap_slot] = 0
         return self._layers[index]
 
     def move(self, moves: Sequence[SlotMove]) -> None:

@@ -15,10 +15,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from actors.compute.kv_cache import InputRow
+from actors.compute.kv_cache import InputRow, to_device
 from actors.engine.runner import Runner
 from actors.grammars import GrammarCompiler
-from actors.sampling.acceptance import DrawAddress, PendingBlock, decide
+from actors.sampling.acceptance import DrawAddress, PendingBlock, decide, draws_of
 from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorChain, ProcessorFactory, chain_of
 from actors.sampling.scoring import decided_scores, margin, score
 from cluster.verification.step import Outcome, Row, StateRead, StepPlan, with_states_of_rows
@@ -77,9 +77,18 @@ class StepExecutor:
         if not plan.rows:
             return []
         feeds = [self._feed(row) for row in plan.rows]
-        output = self._runner.forward(feeds, plan.copies, moves=plan.moves)
+        rows = [row for row in plan.rows if row.decide]
+        blocks = [self._block(row) for row in rows]
+        at = _deciding_positions(plan.rows, feeds)
+        output = self._runner.forward(feeds, plan.copies, moves=plan.moves, draws=draws_of(blocks, at))
         logits = output.logits[:, : self._vocabulary]
-        return self._decide(plan, self._score_prompts(plan.rows, feeds, logits))
+        tokens = output.tokens
+        if len(at) < len(logits):
+            self._score_prompts(plan.rows, feeds, logits)
+            (indices,) = to_device([at], logits.device)
+            logits = logits.index_select(0, indices)
+            tokens = None if tokens is None else tokens.index_select(0, indices)
+        return self._decide(rows, blocks, logits, tokens)
 
     def _opened(self, request: Open) -> _SessionState:
         is_begun = len(request.tokens) > request.prompt_len  # the prompt's scores were sent with the first tokens
@@ -103,26 +112,22 @@ class StepExecutor:
         logits = len(row.tokens) if session.scored(row) else row.deciding
         return InputRow(row.tokens, row.start, logits, row.pages, parents)
 
-    def _score_prompts(self, rows: Sequence[Row], feeds: Sequence[InputRow], logits: Tensor) -> Tensor:
-        """Records scores of prompt tokens; returns the remaining logits, which decide."""
-        if all(feed.logits == row.deciding for row, feed in zip(rows, feeds, strict=True)):
-            return logits
-        left: list[Tensor] = []
+    def _score_prompts(self, rows: Sequence[Row], feeds: Sequence[InputRow], logits: Tensor) -> None:
+        """Records scores of prompt tokens."""
         parts = torch.split(logits, [feed.logits for feed in feeds])
         for row, part in zip(rows, parts, strict=True):
             session = self._sessions[row.session]
-            left.append(part[len(part) - row.deciding :])
             if tokens := session.scored(row):
                 top = session.open.scoring.prompt_top or 0
                 scores = score(part[: len(tokens)], tokens, [top] * len(tokens))
                 assert session.prompt_scores is not None, "prompt scores were not requested"
                 session.prompt_scores[row.start :] = scores  # replaced: tokens are fed again after a loss of pages
-        return torch.cat(left)
 
-    def _decide(self, plan: StepPlan, logits: Tensor) -> list[Outcome]:
-        rows = [row for row in plan.rows if row.decide]
-        blocks = [self._block(row) for row in rows]
-        decisions = decide(blocks, logits)
+    def _decide(
+        self, rows: Sequence[Row], blocks: Sequence[PendingBlock], logits: Tensor, tokens: Tensor | None
+    ) -> list[Outcome]:
+        """Decides blocks from the logits of their positions, and from the tokens drawn there, if any."""
+        decisions = decide(blocks, logits, tokens)
         tops = [self._sessions[row.session].open.scoring.top for row in rows]
         scores = decided_scores(blocks, decisions, tops, logits)
         outcomes = []
@@ -170,6 +175,16 @@ class StepExecutor:
             chain=session.chain,
             at=DrawAddress(request.seed, request.choice, base_len),
         )
+
+
+def _deciding_positions(rows: Sequence[Row], feeds: Sequence[InputRow]) -> list[int]:
+    """Returns the indices of the positions that decide, among all positions with logits."""
+    indices: list[int] = []
+    end = 0
+    for row, feed in zip(rows, feeds, strict=True):
+        end += feed.logits
+        indices += range(end - row.deciding, end)
+    return indices
 
 
 CHECK_PERIOD_S = 1.0  # seconds between checks; one suspension counts at most this long

@@ -10,29 +10,38 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from actors.attention import AttentionBackend
-from actors.attention.batch import RaggedBatch, never
+from actors.attention import AttentionBackend, PaddedBackend
+from actors.attention.batch import RaggedBatch, exact_batch, never
 from actors.attention.select_backend import attention_shape, choose_attention
 from actors.compute.hidden_states import StateCapture
 from actors.compute.kv_cache import InputRow, PagedCache
+from actors.engine.static_step import Buckets, Capture, StaticStep
 from actors.models.decoder import Decoder, ForwardOutput, decoder_for
 from actors.models.reference_check import check_class
+from actors.sampling.draws import NO_DRAWS, Draws, draw_tokens
 from cluster.costs import ForwardCost
 from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy, SlotMove
 
 
 class Runner(Protocol):
-    """Moves slots, copies pages and feeds rows; returns logits at the requested positions.
+    """Moves slots, copies pages, feeds rows, and draws tokens; returns logits at the requested positions.
 
-    The number of positions is the sum of the rows' `logits`.
+    The number of positions is the sum of the rows' `logits`. `draws` numbers them.
     """
 
     vocabulary: int
 
     def forward(
-        self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
-    ) -> ForwardOutput: ...
+        self,
+        rows: Sequence[InputRow],
+        copies: Sequence[PageCopy] = (),
+        *,
+        moves: Sequence[SlotMove] = (),
+        draws: Draws = NO_DRAWS,
+    ) -> ForwardOutput:
+        """Returns logits, and the tokens drawn from them if the runner draws. The next forward may overwrite both."""
+        ...
 
     def read_states(self, slots: Sequence[int]) -> bytes:
         """Returns the encoded hidden states at these slots. Requires a runner that captures them."""
@@ -68,7 +77,9 @@ class ModelRunner:
 
     By default, `choose_attention` selects `attention`, and `decoder_for` selects `decoder`. `capture` stores the hidden
     states of all fed tokens. `cache` may be reused from a runner of the same model shape. Raises ModelError for a model
-    that cannot be proved exact; `is_checked` skips this check.
+    that cannot be proved exact; `is_checked` skips this check. The runner draws tokens if `vocabulary` is given; ids
+    from there on are padding of the LM head and are never drawn. With `buckets`, steps that fit in them are recorded by
+    `record`, which needs a `PaddedBackend`.
     """
 
     def __init__(
@@ -82,6 +93,9 @@ class ModelRunner:
         context: int | None = None,
         is_checked: bool = False,
         cache: PagedCache | None = None,
+        vocabulary: int | None = None,
+        buckets: Buckets | None = None,
+        record: Capture | None = None,
     ) -> None:
         if not is_checked:
             check_class(type(model), model.config, context=context)
@@ -92,6 +106,11 @@ class ModelRunner:
         self.cache = cache or PagedCache(pages, page_size, model.dtype, model.device)
         self._decode = decoder or decoder_for(model.eval(), context=context)
         self._capture = capture
+        self._drawn = vocabulary
+        self._static = None
+        if buckets is not None and record is not None:
+            assert isinstance(self.attention, PaddedBackend), f"{self.attention.name} has no padded plans"
+            self._static = StaticStep(self._step, self.cache, self.attention, buckets, record)
 
     @torch.inference_mode()
     def forward(
@@ -100,18 +119,37 @@ class ModelRunner:
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
+        draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
         self.cache.move(moves)
         self.cache.copy(copies)
-        batch = RaggedBatch(rows, self.cache, self.attention, interrupted)
-        if self._capture is None:
-            return self._decode(batch)
-        self._capture.cache.move(moves)
-        self._capture.cache.copy(copies)
-        output = self._decode(batch, self._capture.layers)
-        assert output.streams is not None, "the decoder returned no streams"
-        self._capture.keep(batch.written, output.streams)
+        if self._static is not None and (shape := self._static.shape(rows, draws)) is not None:
+            written, output = self._static.run(rows, draws, shape)
+        else:
+            batch = exact_batch(rows, self.cache, self.attention, interrupted, draws)
+            written, output = batch.written, self._step(batch)
+        if self._capture is not None:
+            assert output.streams is not None, "the decoder returned no streams"
+            self._capture.cache.move(moves)
+            self._capture.cache.copy(copies)
+            self._capture.keep(written, output.streams)
         return output
+
+    @torch.inference_mode()
+    def capture_steps(self) -> None:
+        """Captures the steps of all shapes, if there are any; before serving, since a capture takes longer than a step.
+
+        Writes only to pages that no row owns.
+        """
+        if self._static is not None:
+            self._static.capture_all()
+
+    def _step(self, batch: RaggedBatch) -> ForwardOutput:
+        """Computes logits and draws tokens, the part of a forward that is recorded."""
+        output = self._decode(batch, self._capture.layers if self._capture is not None else ())
+        if self._drawn is None:
+            return output
+        return output._replace(tokens=draw_tokens(output.logits[:, : self._drawn], batch.draws))
 
     @torch.inference_mode()
     def read_states(self, slots: Sequence[int]) -> bytes:

@@ -48,6 +48,7 @@ from actors.models.decoder import ForwardOutput, decoder_for
 from actors.models.recurrent_layers import recurrent_page_bytes
 from actors.models.reference_check import check_model
 from actors.models.weights import LoadReport
+from actors.sampling.draws import NO_DRAWS, Draws
 from cluster.config import CacheConfig, Resources
 from cluster.costs import ForwardCost
 from cluster.errors import EngineError
@@ -172,10 +173,15 @@ class LeadingRunner:
         self.vocabulary = runner.vocabulary
 
     def forward(
-        self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
+        self,
+        rows: Sequence[InputRow],
+        copies: Sequence[PageCopy] = (),
+        *,
+        moves: Sequence[SlotMove] = (),
+        draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
         send_step(to_tensor(rows, copies, moves), self._group, self._device)
-        return self._runner.forward(rows, copies, moves=moves)
+        return self._runner.forward(rows, copies, moves=moves, draws=draws)
 
     def read_states(self, slots: Sequence[int]) -> bytes:
         return self._runner.read_states(slots)
@@ -275,6 +281,7 @@ class Rank:
             capture=self._capture(pages),
             context=spec.context,
             is_checked=True,  # the leader checked the model while loading
+            vocabulary=spec.vocabulary if self._index == 0 else None,
         )
         self._model = None  # the runner holds the parts that it needs
         alone = spec.ranks == 1

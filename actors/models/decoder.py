@@ -34,6 +34,16 @@ class ForwardOutput(NamedTuple):
     logits: Tensor  # (positions, columns)
     hidden: Tensor | None  # (positions, hidden): inputs of the LM head; None if not exposed by the model's code
     streams: Tensor | None = None  # (tokens, layers x hidden), if layers were requested
+    tokens: Tensor | None = None  # (positions,): results of `draw_tokens`, from runners that draw
+
+    def first(self, tokens: int, positions: int) -> "ForwardOutput":
+        """Returns the outputs of the first tokens and positions, without those of padding."""
+        return ForwardOutput(
+            logits=self.logits[:positions],
+            hidden=None if self.hidden is None else self.hidden[:positions],
+            streams=None if self.streams is None else self.streams[:tokens],
+            tokens=None if self.tokens is None else self.tokens[:positions],
+        )
 
 
 LONGROPE = "longrope"
@@ -208,7 +218,9 @@ class AttentionHeads:
         query = qkv[:total, : self.queries]
         key_value = qkv[:total, self.queries :]
         attended = batch.attend(index, query, key_value, layer.scores)
-        return layer.attention_out.plus(F.pad(attended, (0, 0, 0, len(inputs) - total)), residual)
+        if total < len(inputs):
+            attended = F.pad(attended, (0, 0, 0, len(inputs) - total))
+        return layer.attention_out.plus(attended, residual)
 
 
 def gated_mlp(layer: Layer, hidden: Tensor) -> Tensor:

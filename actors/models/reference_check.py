@@ -22,11 +22,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from actors.attention import ScoreOptions
-from actors.attention.batch import RaggedBatch
+from actors.attention.batch import PackedStep, RaggedBatch
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import ATTENDING, attention_shape
 from actors.compute.collectives import Group, SingleRank, ThreadGroup
-from actors.compute.kv_cache import InputRow, PagedCache
+from actors.compute.kv_cache import InputRow, PagedCache, to_device
 from actors.models.config_reader import RECURRENT, is_recurrent, read_config
 from actors.models.decoder import check_positions, decoder_for
 from actors.models.sharding import shard
@@ -238,7 +238,9 @@ class _RecordedBatch(RaggedBatch):
     """Batch that records each layer's attention arguments."""
 
     def __init__(self, rows: Sequence[InputRow], cache: PagedCache) -> None:
-        super().__init__(rows, cache, SdpaGather())
+        step = PackedStep.exact(rows, cache, SdpaGather())
+        super().__init__(step, to_device(step.integers, cache.device))
+        self.place()
         self.attended: list[_Attended] = []
 
     def attend(self, layer: int, query: Tensor, key_value: Tensor, options: ScoreOptions) -> Tensor:

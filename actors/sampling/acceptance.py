@@ -116,19 +116,23 @@ _Kind = tuple[bool, Acceptance, bool]
 """Grouping key of blocks to decide together: greedy or not, rule, and whether their logits are processed."""
 
 
-def draws_of(blocks: Sequence[PendingBlock], vocabulary: int) -> Draws:
-    """Returns the draws of the blocks' positions. Blocks that need more than these have greedy draws to be ignored."""
+def draws_of(blocks: Sequence[PendingBlock], positions: Sequence[int] | None = None) -> Draws:
+    """Returns the draws of the blocks' positions; by default, these are all positions with logits.
+
+    Where a block is not drawn in the step, the likeliest token is drawn and is to be ignored.
+    """
     sampled: list[int] = []
     keys: list[int] = []
     temperatures: list[float] = []
     first = 0
     for block in blocks:
         if block.is_drawn_in_step and not block.sampling.greedy:
-            sampled += range(first, first + block.positions)
+            own = range(first, first + block.positions)
+            sampled += own if positions is None else positions[own.start : own.stop]
             keys += [block.at.key(offset, Purpose.DRAW) for offset in offsets(block.draft)]
             temperatures += [block.sampling.temperature] * block.positions
         first += block.positions
-    return Draws(vocabulary, tuple(sampled), tuple(keys), tuple(temperatures))
+    return Draws(tuple(sampled), tuple(keys), tuple(temperatures))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,7 @@ def decide(blocks: Sequence[PendingBlock], logits: Tensor, tokens: Tensor | None
     row_ranges = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
     decisions: list[BlockDecision | None] = [None] * len(blocks)
     if tokens is None:
-        tokens = draw_tokens(logits, on_device(draws_of(blocks, logits.shape[1]), logits.device))
+        tokens = draw_tokens(logits, DrawsOnDevice.of(to_device(draws_of(blocks).integers, logits.device)))
     drawn = [index for index, block in enumerate(blocks) if block.is_drawn_in_step]
     for exhaustive in (False, True):
         done = set() if exhaustive else set(drawn)
@@ -221,13 +225,6 @@ def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, exhaustive: bo
     keys = [block.at.key(offset, Purpose.DRAW) for block in blocks for offset in offsets(block.draft)]
     own = _draw(restricted.logits, to_device([keys], logits.device)[0], restricted.candidates)
     return _match(blocks, torch.where(finite, own, NOT_FINITE), restricted.is_exact)
-
-
-def on_device(draws: Draws, device: torch.device) -> DrawsOnDevice:
-    """Copies draws to a device."""
-    sampled, keys = to_device([draws.sampled, draws.keys], device)
-    (temperatures,) = to_device([draws.temperatures], device, torch.float64)
-    return DrawsOnDevice(sampled, keys, temperatures)
 
 
 def _processed(logits: Tensor, block: PendingBlock) -> Tensor:

@@ -4,9 +4,12 @@ These requests differ only in temperature and key, which are tensors here, so an
 operations. No shape depends on a value, so a captured step can include the draws.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,14 +20,30 @@ NOT_FINITE = -1  # token of a position with non-finite logits
 LOGITS_PER_GROUP = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits per group; limited by CPU cache or GPU memory
 
 
+DRAW_LISTS = 3  # fields of `Draws`
+
+
 @dataclass(frozen=True, slots=True)
 class Draws:
     """Temperature and key of each sampled position of a step; all other positions take the likeliest token."""
 
-    vocabulary: int  # ids from here on are padding of the LM head and are never drawn
     sampled: tuple[int, ...] = ()  # indices among the positions with logits
     keys: tuple[int, ...] = ()
     temperatures: tuple[float, ...] = ()
+
+    @property
+    def integers(self) -> list[Sequence[int]]:
+        """Returns the fields as integers, temperatures as the bits of a float64."""
+        return [self.sampled, self.keys, np.array(self.temperatures, np.float64).view(np.int64).tolist()]
+
+    def padded(self, count: int, positions: int) -> list[Sequence[int]]:
+        """Returns `integers` of `count` draws; those of padding have the index `positions`, which does not exist."""
+        missing = count - len(self.sampled)
+        fills = (positions, 0, 0)
+        return [[*part, *[fill] * missing] for part, fill in zip(self.integers, fills, strict=True)]
+
+
+NO_DRAWS = Draws()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +53,12 @@ class DrawsOnDevice:
     sampled: Tensor
     keys: Tensor
     temperatures: Tensor  # float64
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor]) -> Self:
+        """Builds them from `Draws.integers`, copied to a device."""
+        sampled, keys, temperatures = parts
+        return cls(sampled, keys, temperatures.view(torch.float64))
 
 
 def draw_tokens(logits: Tensor, draws: DrawsOnDevice) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from actors.attention.batch import RaggedBatch
+from actors.attention.batch import exact_batch
 from actors.attention.sdpa_gather import SdpaGather
 from actors.compute.collectives import ThreadGroup
 from actors.compute.kv_cache import InputRow, PagedCache
@@ -297,7 +297,7 @@ def exposes_states(decoder: Decoder, plain: PreTrainedModel) -> bool:
     config = plain.config.get_text_config()
     layers = (config.num_hidden_layers // 2, config.num_hidden_layers)
     cache = PagedCache(PAGES_EACH, PAGE_SIZE, torch.float32, torch.device("cpu"))
-    batch = RaggedBatch([InputRow(text, 0, 1, tuple(range(PAGES_EACH)))], cache, SdpaGather())
+    batch = exact_batch([InputRow(text, 0, 1, tuple(range(PAGES_EACH)))], cache, SdpaGather())
     try:
         found = decoder(batch, layers).streams
         states = plain(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states

@@ -15,6 +15,7 @@ from actors.attention.batch import never
 from actors.compute.hidden_states import decode_rows
 from actors.compute.kv_cache import InputRow
 from actors.models.decoder import ForwardOutput
+from actors.sampling.draws import NO_DRAWS, Draws
 from cluster.drafting.hidden_state_receiver import StateBounds
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText, empty_proposals
@@ -63,6 +64,7 @@ class StateTarget(RememberingRunner):
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
+        draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
         super().forward(rows, copies, interrupted, moves)
         wanted = [(row, place) for row in rows for place in row.slots[len(row.tokens) - row.logits :]]

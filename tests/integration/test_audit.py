@@ -9,6 +9,7 @@ import torch
 from actors.compute.kv_cache import InputRow
 from actors.engine.runner import ModelRunner
 from actors.models.decoder import ForwardOutput
+from actors.sampling.draws import NO_DRAWS, Draws
 from cluster.config import AuditConfig
 from cluster.page_allocator import PageCopy, SlotMove
 from protos.messages import Acceptance, Sampling
@@ -30,13 +31,18 @@ class DamagedRunner:
 
     @torch.inference_mode()
     def forward(
-        self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), *, moves: Sequence[SlotMove] = ()
+        self,
+        rows: Sequence[InputRow],
+        copies: Sequence[PageCopy] = (),
+        *,
+        moves: Sequence[SlotMove] = (),
+        draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
         for layer in self._runner.cache._layers.values():
             for row in rows:
                 if row.start >= self._length:
                     layer[row.pages[0] * PAGE_SIZE :][:PAGE_SIZE] = 0
-        return self._runner.forward(rows, copies, moves=moves)
+        return self._runner.forward(rows, copies, moves=moves, draws=draws)
 
     def read_states(self, slots: Sequence[int]) -> bytes:
         return self._runner.read_states(slots)

@@ -9,6 +9,7 @@ from torch import Tensor
 from actors.attention.batch import Interrupted, never
 from actors.compute.kv_cache import InputRow
 from actors.models.decoder import ForwardOutput
+from actors.sampling.draws import NO_DRAWS, Draws
 from cluster.page_allocator import PageCopy, SlotMove
 from tests.lossless.parts import EOS, PAGE_SIZE
 from tests.unit.cluster.token_memory import TokenMemory
@@ -51,6 +52,7 @@ class HistoryRunner:
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
+        draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
         if moves:
             self._memory.move(moves)

@@ -9,6 +9,7 @@ from actors.attention.batch import never
 from actors.compute.kv_cache import InputRow
 from actors.compute.recurrent_states import RecurrentStates, State
 from actors.models.decoder import ForwardOutput
+from actors.sampling.draws import NO_DRAWS, Draws
 from cluster.page_allocator import PageCopy, SlotMove
 from tests.lossless.states import after
 from tests.toys import ToyRunner
@@ -43,6 +44,7 @@ class RecurrentRunner(ToyRunner):
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
+        draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
         assert not moves, "chains need no moves"
         self._states.copy(copies)

@@ -9,6 +9,7 @@ from actors.compute.hidden_states import LatestStates, StateCache, decode_rows, 
 from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_model import DraftModel
 from actors.models.decoder import ForwardOutput
+from actors.sampling.draws import NO_DRAWS, Draws
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText
 from cluster.page_allocator import PageCopy, SlotMove
@@ -55,6 +56,7 @@ class RememberingRunner(ToyRunner):
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
+        draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
         self._cache.move(moves)
         self._cache.copy(copies)

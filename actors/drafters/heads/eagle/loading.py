@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actors.attention import AttentionBackend
-from actors.attention.batch import RaggedBatch, never
+from actors.attention.batch import RaggedBatch, exact_batch, never
 from actors.attention.select_backend import AttentionShape, choose_attention
 from actors.compute.kv_cache import InputRow, PagedCache
 from actors.compute.linear import Product
@@ -158,7 +158,7 @@ class EagleRunner:
     ) -> ForwardOutput:
         self._cache.copy(copies)
         states = torch.cat([row.states for row in rows if row.states is not None])
-        batch = RaggedBatch(rows, self._cache, self._attention, interrupted)
+        batch = exact_batch(rows, self._cache, self._attention, interrupted)
         assert len(states) == len(batch.tokens), "expected one state per token"
         return self._head.decoder(batch, states)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from actors.attention import Alibi, AttentionBackend, ScoreOptions, pages_of
-from actors.attention.batch import RaggedBatch
+from actors.attention.batch import exact_batch
 from actors.attention.flashinfer import FlashInfer
 from actors.attention.flex import Flex
 from actors.attention.sdpa_gather import SdpaGather, SdpaGatherPlan
@@ -99,7 +99,7 @@ def test_every_backend_attends_each_row_to_its_own_text(backend, window):
     for seed, fed in ((5, counts), (6, (1, 2, 1, 1, 3))):
         rows = [a_row(table, len(text), count) for table, text, count in zip(tables, texts, fed, strict=True)]
         query, new = random_input(seed, sum(fed))
-        batch = RaggedBatch(rows, cache, backend)
+        batch = exact_batch(rows, cache, backend)
         batch.attend(0, query, new, ScoreOptions(0.2, None if window else 3))
         found = batch.attend(0, query, new, ScoreOptions(0.3, window))
         texts = [torch.cat(pair) for pair in zip(texts, new.split(fed), strict=True)]
@@ -145,10 +145,10 @@ def test_a_tree_node_attends_to_its_path_and_the_tokens_before_the_tree(name, wi
         query, old = random_input(seed, 4 + 2 + 3)
         first, other = (grown(Random(seed + more), nodes, 50) for more, nodes in ((0, 9), (100, 5)))
         rows = [a_row((7,), 0, 4), a_row((5,), 0, 2), a_row((4,), 0, 3)]
-        RaggedBatch(rows, cache, backend).attend(0, query, old, ScoreOptions(0.3, window))
+        exact_batch(rows, cache, backend).attend(0, query, old, ScoreOptions(0.3, window))
         trees = [a_tree_row((7, 2, 9, 11, 12), 4, 1, first), a_tree_row((5, 13, 14, 15), 2, 2, other)]
         further_query, new = random_input(seed + 50, 1 + len(first) + 2 + len(other) + 1)
-        found = RaggedBatch([*trees, a_row((4,), 3, 1)], cache, backend).attend(
+        found = exact_batch([*trees, a_row((4,), 3, 1)], cache, backend).attend(
             0, further_query, new, ScoreOptions(0.3, window)
         )
         one = slice(0, 1 + len(first))
@@ -192,10 +192,10 @@ def test_special_scores_of_chains_and_trees(options):
         cache = a_cache(pages=24)
         tree = grown(Random(seed), 9, 50)
         query, old = random_input(seed, 4 + 2)
-        RaggedBatch([a_row((7,), 0, 4), a_row((5,), 0, 2)], cache, SdpaGather()).attend(0, query, old, options)
+        exact_batch([a_row((7,), 0, 4), a_row((5,), 0, 2)], cache, SdpaGather()).attend(0, query, old, options)
         rows = [a_tree_row((7, 2, 9, 11, 12), 4, 2, tree), a_row((5,), 2, 2)]
         query, new = random_input(seed + 50, 2 + len(tree) + 2)
-        found = RaggedBatch(rows, cache, SdpaGather()).attend(0, query, new, options)
+        found = exact_batch(rows, cache, SdpaGather()).attend(0, query, new, options)
         lines = [(0,), (0, 1), *[(0, 1, *[2 + node for node in path]) for path in tree.paths]]
         texts = [torch.cat([old[:4], new[list(line)]]) for line in lines]
         texts += [torch.cat([old[4:], new[-2 : len(new) - 1 + at]]) for at in range(2)]
@@ -209,11 +209,11 @@ def test_biases_grow_with_the_position_of_a_tree_node_not_with_its_slot():
     cache = a_cache(pages=24)
     tree = grown(Random(3), 9, 50)
     query, old = random_input(8, 4 + 2)
-    RaggedBatch([a_row((7,), 0, 4), a_row((5,), 0, 2)], cache, SdpaGather()).attend(0, query, old, ScoreOptions(0.3))
+    exact_batch([a_row((7,), 0, 4), a_row((5,), 0, 2)], cache, SdpaGather()).attend(0, query, old, ScoreOptions(0.3))
     rows = [a_tree_row((7, 2, 9, 11), 4, 1, tree), a_row((5, 12), 2, 3), a_row((13,), 0, 1)]
     further_query, new = random_input(9, 10 + 3 + 1)
     options = ScoreOptions(0.3, alibi=Alibi(slopes, torch.float32))
-    found = RaggedBatch(rows, cache, SdpaGather()).attend(0, further_query, new, options)
+    found = exact_batch(rows, cache, SdpaGather()).attend(0, further_query, new, options)
     expected = plain_tree_attention(rows[0], further_query[:10], old[:4], new[:10], None, slopes)
     expected.append(plain_attention(further_query[10:13], torch.cat([old[4:], new[10:13]]), None, slopes))
     expected.append(plain_attention(further_query[13:], new[13:], None, slopes))
@@ -241,7 +241,7 @@ def test_as_many_nodes_as_a_block_may_have(name):
     assert len(tree) == MAX_BLOCK_TOKENS
     row = a_tree_row(tuple(range(40)), 0, 2, tree)
     query, new = random_input(2, len(row.tokens))
-    found = RaggedBatch([row], cache, BACKENDS[name]()).attend(0, query, new, ScoreOptions(0.3))
+    found = exact_batch([row], cache, BACKENDS[name]()).attend(0, query, new, ScoreOptions(0.3))
     torch.testing.assert_close(found, torch.cat(plain_tree_attention(row, query, new[:0], new)))
 
 
@@ -250,9 +250,9 @@ def test_nothing_of_another_sessions_memory_reaches_a_row_not_even_nan():
     cache = a_cache(pages=6)
     query, new = random_input(3, 24)
     poison = torch.full_like(new, torch.nan)
-    RaggedBatch([a_row((0, 1, 2, 3, 4, 5), 0, 24)], cache, SdpaGather()).attend(0, query, poison, ScoreOptions(0.3))
+    exact_batch([a_row((0, 1, 2, 3, 4, 5), 0, 24)], cache, SdpaGather()).attend(0, query, poison, ScoreOptions(0.3))
     rows = [a_row((3, 1), 0, 7), a_row((4,), 0, 2), a_row((5,), 0, 4)]
-    found = RaggedBatch(rows, cache, SdpaGather()).attend(0, query[:13], new[:13], ScoreOptions(0.3))
+    found = exact_batch(rows, cache, SdpaGather()).attend(0, query[:13], new[:13], ScoreOptions(0.3))
     parts = (slice(0, 7), slice(7, 9), slice(9, 13))
     torch.testing.assert_close(found, torch.cat([plain_attention(query[part], new[part]) for part in parts]))
 
@@ -285,7 +285,7 @@ def test_flex_zeroes_slots_beyond_row_ends_and_nothing_else():
     """The kernel multiplies masked values by 0, and 0 times NaN is NaN."""
     cache = a_cache(pages=6)
     query, new = random_input(7, 3 + 4)
-    RaggedBatch([a_row((5, 2), 3, 3), a_row((4,), 0, 4)], cache, Flex(flex_attention)).attend(
+    exact_batch([a_row((5, 2), 3, 3), a_row((4,), 0, 4)], cache, Flex(flex_attention)).attend(
         0, query, new, ScoreOptions()
     )
     keys, _ = pages_of(cache.layer(0, KV_HEADS, HEAD_DIM), PAGE_SIZE)
@@ -299,7 +299,7 @@ def test_keys_and_values_of_a_pool_are_views():
     """Libraries accept strides; copying the whole pool in each layer would be far too slow."""
     pool = a_cache().layer(0, KV_HEADS, HEAD_DIM)
     keys, values = pages_of(pool, PAGE_SIZE)
-    assert keys.shape == values.shape == (13, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+    assert keys.shape == values.shape == (14, PAGE_SIZE, KV_HEADS, HEAD_DIM)
     assert keys.data_ptr() == pool.data_ptr()
     assert values.stride() == keys.stride()
     torch.testing.assert_close(values.flatten(0, 1), pool[:, KV_HEADS:])

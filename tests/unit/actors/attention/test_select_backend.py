@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 from actors.attention import AttentionBackend, ScoreOptions
-from actors.attention.batch import RaggedBatch
+from actors.attention.batch import exact_batch
 from actors.attention.flashinfer import FlashInfer
 from actors.attention.flex import Flex, compiled
 from actors.attention.sdpa_gather import SdpaGather, SdpaGatherPlan
@@ -213,7 +213,7 @@ def test_flex_kernels_are_compiled_before_serving(monkeypatch):
             fused = torch.zeros(total, SHAPE.heads + 2 * SHAPE.kv_heads, SHAPE.head_dim)
             query, new = fused.split([SHAPE.heads, 2 * SHAPE.kv_heads], dim=1)
             for window in (None, 20):
-                RaggedBatch(rows, cache, backend).attend(0, query, new, ScoreOptions(0.3, window))
+                exact_batch(rows, cache, backend).attend(0, query, new, ScoreOptions(0.3, window))
     assert built.frame_count == before
 
 

@@ -73,7 +73,7 @@ def test_each_state_depends_on_the_previous_state_and_token(tmp_path: Path) -> N
     runner = ModelRunner(a_model(), 8, 4)
     rows = [InputRow((1, 2, 3), 0, 1, (0,)), InputRow((4, 5), 0, 1, (1,)), InputRow((6,), 0, 1, (2,))]
     states = torch.cat([model.model(torch.tensor([row.tokens])).last_hidden_state[0, -1:] for row in rows])
-    logits, found, _ = runner.forward(rows)
+    logits, found, *_ = runner.forward(rows)
     torch.testing.assert_close(logits, model.lm_head(states), atol=1e-5, rtol=1e-5)
 
     def norm(x: Tensor, name: str) -> Tensor:

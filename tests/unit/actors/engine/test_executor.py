@@ -12,6 +12,7 @@ from actors.attention.batch import never
 from actors.compute.kv_cache import InputRow
 from actors.engine.executor import StepExecutor, within
 from actors.models.decoder import ForwardOutput
+from actors.sampling.draws import NO_DRAWS, Draws
 from cluster.page_allocator import PageCopy, SlotMove
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import DraftTree
@@ -44,6 +45,7 @@ class SpyRunner(ToyRunner):
         copies: Sequence[PageCopy] = (),
         interrupted: Callable[[], bool] = never,
         moves: Sequence[SlotMove] = (),
+        draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
         self.fed.append(list(rows))
         self.copied.append(tuple(copies))

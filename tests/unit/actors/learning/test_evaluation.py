@@ -42,7 +42,7 @@ def greedy_rounds(folder: Path, example: Example, width: int, frequent: list[int
             block.append(token)
             for _ in range(width - 1):
                 assert head is not None
-                logits, found, _ = head.predict_next(state, [block[-1]])
+                logits, found, *_ = head.predict_next(state, [block[-1]])
                 assert found is not None
                 state = found
                 block.append(int(ids[logits[0].argmax()]))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from actors.attention.batch import RaggedBatch
+from actors.attention.batch import exact_batch
 from actors.attention.sdpa_gather import SdpaGather
 from actors.compute.kv_cache import InputRow, PagedCache
 from actors.compute.linear import EightBitProjection
@@ -76,7 +76,7 @@ def decode(decoder: Decoder, dtype: torch.dtype) -> Tensor:
     further = [InputRow(a[9:], 9, 5, at_a), InputRow(b[8:], 8, 1, at_b), InputRow(c[4:], 4, 7, at_c)]
     attention = SdpaGather()
     with torch.inference_mode():
-        return torch.cat([decoder(RaggedBatch(rows, cache, attention)).logits for rows in (prompts, further)])
+        return torch.cat([decoder(exact_batch(rows, cache, attention)).logits for rows in (prompts, further)])
 
 
 def both(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:

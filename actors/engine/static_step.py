@@ -1,0 +1,179 @@
+"""A decoding step over fixed buffers: padded to one of a few shapes, captured once per shape, and replayed.
+
+On a GPU, launching the hundreds of operations of a step takes longer than computing them, so the step is captured as a
+CUDA graph. A graph repeats its operations on the same memory. Therefore, all numbers of a step are packed into one
+buffer, whose layout depends only on the step's shape, and no operation depends on a number's value.
+
+`Capture` hides the device: `CudaCapture` records graphs; `CallCapture` calls the same function on the same buffers, so
+that tests without a GPU run what is captured.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.attention import PaddedBackend, StepShape
+from actors.attention.batch import PackedStep, RaggedBatch
+from actors.attention.padded import TREE_NODES
+from actors.compute.kv_cache import InputRow, PagedCache
+from actors.models.decoder import ForwardOutput
+from actors.sampling.draws import NO_DRAWS, Draws
+
+Step = Callable[[RaggedBatch], ForwardOutput]
+"""Computes a batch's logits and draws its tokens."""
+
+
+class Capture(Protocol):
+    """Records a function without arguments; returns a function that repeats it on the same memory."""
+
+    def __call__(self, step: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]: ...
+
+
+class CallCapture:
+    """Repeats a step by calling it."""
+
+    def __call__(self, step: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
+        return step
+
+
+class CudaCapture:
+    """Records CUDA graphs that share one memory pool; a replay overwrites the results of the previous one."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()  # libraries allocate their workspaces in the first call, which cannot be captured
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = step()
+
+        def replay() -> ForwardOutput:
+            graph.replay()
+            return output
+
+        return replay
+
+
+FEW_TOKENS = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 257, 16), 512)
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Shapes to which steps are padded. Few shapes need few graphs; finer ones need less padding."""
+
+    tokens: tuple[int, ...]  # ascending
+    rows: int  # maximum number of rows
+    pages: int  # of a page table
+
+    @classmethod
+    def up_to(cls, rows: int, row_tokens: int, pages: int) -> "Buckets":
+        """Covers all steps of up to `rows` rows with up to `row_tokens` tokens each, within FEW_TOKENS."""
+        most = min(rows * row_tokens, FEW_TOKENS[-1])
+        last = FEW_TOKENS[bisect_left(FEW_TOKENS, most)]
+        return cls(tuple(size for size in FEW_TOKENS if size <= last), rows, pages)
+
+    def shape(self, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
+        """Returns the smallest shape that holds these rows; None if none does, as for long prompts."""
+        total = sum(len(row.tokens) for row in rows)
+        at = bisect_left(self.tokens, total)
+        if at == len(self.tokens) or len(rows) > self.rows:
+            return None
+        if any(len(row.parents) > TREE_NODES or row.states is not None for row in rows):
+            return None
+        return self._shape(self.tokens[at], bool(draws.sampled))
+
+    def _shape(self, tokens: int, samples: bool) -> StepShape:
+        return StepShape(tokens, min(tokens, self.rows), self.pages, tokens, tokens if samples else 0)
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        """All shapes, the largest first, so that the memory of its graph serves all others."""
+        return [self._shape(tokens, samples) for tokens in reversed(self.tokens) for samples in (True, False)]
+
+
+class StepBuffer:
+    """Host memory and device memory for the numbers of one shape's steps; one copy moves them all."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        total = sum(sizes)
+        on_device = torch.empty(total, dtype=torch.int64, device=device)
+        is_shared = device.type == "cpu"
+        self._host = on_device if is_shared else torch.empty(total, dtype=torch.int64, pin_memory=True)
+        self._numbers = self._host.numpy()
+        self._on_device = on_device
+        self._copied = None if is_shared else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.parts = torch.split(on_device, list(sizes))
+
+    def write(self, lists: Sequence[Sequence[int]]) -> None:
+        """Copies lists of the sizes of `parts` to the device."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the previous copy may still read host memory
+        self._numbers[:] = np.fromiter(chain.from_iterable(lists), np.int64, len(self._numbers))
+        if self._copied is not None:
+            self._on_device.copy_(self._host, non_blocking=True)
+            self._copied.record()
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedStep:
+    buffer: StepBuffer
+    batch: RaggedBatch
+    repeat: Callable[[], ForwardOutput]
+
+
+class StaticStep:
+    """Runs decoding steps that fit in `buckets`; captures the step of each shape when it first occurs."""
+
+    def __init__(
+        self, step: Step, cache: PagedCache, backend: PaddedBackend, buckets: Buckets, capture: Capture
+    ) -> None:
+        self._step = step
+        self._cache = cache
+        self._backend = backend
+        self._buckets = buckets
+        self._capture = capture
+        self._captured: dict[StepShape, _CapturedStep] = {}
+
+    def shape(self, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
+        """Returns the shape of a step; None if none holds it."""
+        return self._buckets.shape(rows, draws)
+
+    def run(self, rows: Sequence[InputRow], draws: Draws, shape: StepShape) -> tuple[Tensor, ForwardOutput]:
+        """Runs a step; returns the slots that it wrote, and its output. The next step overwrites both."""
+        packed = PackedStep.padded(rows, self._cache, self._backend, shape, draws)
+        if shape in self._captured:
+            self._captured[shape].buffer.write(packed.integers)
+        else:
+            self._captured[shape] = self._captured_step(packed)
+        captured = self._captured[shape]
+        output = captured.repeat()
+        total = sum(len(row.tokens) for row in rows)
+        return captured.batch.written[:total], output.first(total, sum(row.logits for row in rows))
+
+    def _captured_step(self, packed: PackedStep) -> _CapturedStep:
+        buffer = StepBuffer([len(part) for part in packed.integers], self._cache.device)
+        buffer.write(packed.integers)
+        batch = RaggedBatch(packed, buffer.parts)
+
+        def step() -> ForwardOutput:
+            batch.place()
+            return self._step(batch)
+
+        return _CapturedStep(buffer, batch, self._capture(step))
+
+    def capture_all(self) -> None:
+        """Captures all shapes before serving; overwrites no page."""
+        for shape in self._buckets.shapes:
+            packed = PackedStep.padded((), self._cache, self._backend, shape, NO_DRAWS)
+            self._captured[shape] = self._captured_step(packed)
