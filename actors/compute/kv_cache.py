@@ -52,7 +52,7 @@ class PagedCache:
         if index not in self._layers:
             shape = (self._positions, 2 * kv_heads, head_dim)
             self._layers[index] = torch.empty(shape, dtype=self.dtype, device=self.device)
-            self._layers[index][self.padding_slot : self.scrap_slot] = 0
+            self._layers[index][self.padding_slot :] = 0
         return self._layers[index]
 
     def move(self, moves: Sequence[SlotMove]) -> None:
