@@ -238,16 +238,37 @@ def rotation_of(rotary: nn.Module, like: Tensor, positions: Tensor) -> Rotation:
     return Rotation(cos, sin)
 
 
-class LlamaDecoder:
-    """Decoder for Llama, Mistral, Qwen2 and Qwen3, with fewer operations than their own code."""
+SPARE_POSITIONS = 256
 
-    def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
+
+class RotationTable:
+    """Rotary factors of all positions, looked up in one operation."""
+
+    @torch.inference_mode()
+    def __init__(self, rotary: nn.Module, like: Tensor, positions: int) -> None:
+        rotation = rotation_of(rotary, like, torch.arange(positions, device=like.device))
+        self._factors = torch.stack(rotation, dim=1)  # (positions, 2, 1, head dim)
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        """Returns the factors at positions, (total,)."""
+        return Rotation(*self._factors.index_select(0, positions).unbind(1))
+
+
+class LlamaDecoder:
+    """Decoder for Llama, Mistral, Qwen2 and Qwen3, with fewer operations than their own code.
+
+    Positions are below `context`, or up to SPARE_POSITIONS more while costs are measured; by default, below the model's
+    own maximum.
+    """
+
+    def __init__(self, model: PreTrainedModel, product: Product = projection, context: int | None = None) -> None:
         body = model.get_decoder()
         first = body.layers[0].self_attn
         dim = int(first.head_dim)
         self._heads = AttentionHeads(first.q_proj.weight.shape[0] // dim, first.k_proj.weight.shape[0] // dim, dim)
         self._embedding = body.embed_tokens.weight.detach()
-        self._rotary: nn.Module = body.rotary_emb
+        positions = int(model.config.max_position_embeddings) if context is None else context + SPARE_POSITIONS
+        self._rotate = RotationTable(body.rotary_emb, self._embedding[:1], positions)
         self._layers = [_layer(module, product) for module in body.layers]
         self._least_rows = self._layers[0].qkv.fastest_rows
         self._norm = _norm(body.norm)
@@ -270,7 +291,7 @@ class LlamaDecoder:
         total = len(batch.tokens)
         padding = (0, max(0, self._least_rows - total))
         hidden = self.embed(F.pad(batch.tokens, padding))
-        rotation = rotation_of(self._rotary, hidden, F.pad(batch.positions, padding))
+        rotation = self._rotate(F.pad(batch.positions, padding))
         for index, layer in enumerate(self._layers):
             if index in layers:
                 states.append(hidden[:total])
@@ -344,4 +365,4 @@ def is_llama_kind(model: PreTrainedModel) -> bool:
 def decoder_for(model: PreTrainedModel, product: Product = projection, context: int | None = None) -> Decoder:
     """Returns the fastest decoder for a model, for texts of up to `context` tokens."""
     fix_frequencies(model, context)
-    return LlamaDecoder(model, product) if is_llama_kind(model) else ModelDecoder(model, product)
+    return LlamaDecoder(model, product, context) if is_llama_kind(model) else ModelDecoder(model, product)
