@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.attention.sdpa_gather import SdpaGather
-from actors.attention.select_backend import attention_shape
+from actors.attention.select_backend import attention_shape, choose_attention
 from actors.compute.kv_cache import InputRow
 from actors.compute.linear import Product
 from actors.drafters.model.draft_cache import DraftCache
@@ -37,6 +37,7 @@ from actors.drafters.translation.pairing import pairing_of, pool_pairing
 from actors.engine.memory import page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
+from actors.engine.static_step import Buckets, recording_on
 from actors.models.checkpoint import different_ids, load_model, local_folder
 from actors.models.decoder import Decoder, decoder_for
 from actors.models.layer_subset import context_length
@@ -47,6 +48,8 @@ from cluster.drafting.translation import TranslatedText
 from cluster.errors import ModelError
 
 HEAD_TOKENS = 8192  # vocabulary of a recurrent head: the most frequent tokens; it rarely predicts others
+OUTCOME_ROWS = 4  # rows per session for which steps are captured
+MAX_ROWS = 64  # rows of a captured step; a pass with more rows runs operation by operation
 PROBE_TOKENS = 4  # tokens fed to a new checkpoint as a test
 
 
@@ -108,7 +111,19 @@ def draft_with(
     bytes_each = page_bytes(model, page_size)
     share = draft.resources.gpu_share
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share)
-    runner = ModelRunner(model, pages, page_size, decoder=parts.decoder, context=setup.max_context)
+    attention, _ = choose_attention(attention_shape(model, page_size), model.device)
+    # A session has a row for each possible outcome of its verdict.
+    buckets = Buckets.for_sessions(min(OUTCOME_ROWS * draft.max_sessions, MAX_ROWS), setup.max_context, page_size)
+    runner = ModelRunner(
+        model,
+        pages,
+        page_size,
+        attention,
+        parts.decoder,
+        context=setup.max_context,
+        recording=recording_on(model.device, attention, parts.decoder, 1, buckets),
+    )
+    runner.capture_steps()
     limits = DraftingLimits(options.draft_probs_top_k, options.min_confidence, max_positions=parts.max_positions)
     return DraftModel(
         runner,

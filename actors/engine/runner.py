@@ -15,7 +15,7 @@ from actors.attention.batch import RaggedBatch, exact_batch, never
 from actors.attention.select_backend import attention_shape, choose_attention
 from actors.compute.hidden_states import StateCapture
 from actors.compute.kv_cache import InputRow, PagedCache
-from actors.engine.static_step import Buckets, Capture, StaticStep
+from actors.engine.static_step import Recording, StaticStep
 from actors.models.decoder import Decoder, ForwardOutput, decoder_for
 from actors.models.reference_check import check_class
 from actors.sampling.draws import NO_DRAWS, Draws, draw_tokens
@@ -78,8 +78,8 @@ class ModelRunner:
     By default, `choose_attention` selects `attention`, and `decoder_for` selects `decoder`. `capture` stores the hidden
     states of all fed tokens. `cache` may be reused from a runner of the same model shape. Raises ModelError for a model
     that cannot be proved exact; `is_checked` skips this check. The runner draws tokens if `vocabulary` is given; ids
-    from there on are padding of the LM head and are never drawn. With `buckets`, steps that fit in them are recorded by
-    `record`, which needs a `PaddedBackend`.
+    from there on are padding of the LM head and are never drawn. A `recording` captures the steps that fit in its
+    buckets; it needs a `PaddedBackend`.
     """
 
     def __init__(
@@ -94,8 +94,7 @@ class ModelRunner:
         is_checked: bool = False,
         cache: PagedCache | None = None,
         vocabulary: int | None = None,
-        buckets: Buckets | None = None,
-        record: Capture | None = None,
+        recording: Recording | None = None,
     ) -> None:
         if not is_checked:
             check_class(type(model), model.config, context=context)
@@ -108,9 +107,9 @@ class ModelRunner:
         self._capture = capture
         self._drawn = vocabulary
         self._static = None
-        if buckets is not None and record is not None:
+        if recording is not None:
             assert isinstance(self.attention, PaddedBackend), f"{self.attention.name} has no padded plans"
-            self._static = StaticStep(self._step, self.cache, self.attention, buckets, record)
+            self._static = StaticStep(self._step, self.cache, self.attention, recording)
 
     @torch.inference_mode()
     def forward(

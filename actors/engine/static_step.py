@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.attention import PaddedBackend, StepShape
+from actors.attention import AttentionBackend, PaddedBackend, StepShape
 from actors.attention.batch import PackedStep, RaggedBatch
 from actors.attention.padded import TREE_NODES
 from actors.compute.kv_cache import InputRow, PagedCache
-from actors.models.decoder import ForwardOutput
+from actors.models.decoder import Decoder, ForwardOutput, LlamaDecoder
 from actors.sampling.draws import NO_DRAWS, Draws
 
 Step = Callable[[RaggedBatch], ForwardOutput]
@@ -65,7 +65,8 @@ class CudaCapture:
         return replay
 
 
-FEW_TOKENS = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 257, 16), 512)
+TOKENS = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 257, 16), 512)
+ROW_TOKENS = 9  # longest row that shapes allow for, on average: a token and a block of eight
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +78,11 @@ class Buckets:
     pages: int  # of a page table
 
     @classmethod
-    def up_to(cls, rows: int, row_tokens: int, pages: int) -> "Buckets":
-        """Covers all steps of up to `rows` rows with up to `row_tokens` tokens each, within FEW_TOKENS."""
-        most = min(rows * row_tokens, FEW_TOKENS[-1])
-        last = FEW_TOKENS[bisect_left(FEW_TOKENS, most)]
-        return cls(tuple(size for size in FEW_TOKENS if size <= last), rows, pages)
+    def for_sessions(cls, sessions: int, context: int, page_size: int) -> "Buckets":
+        """Covers steps of up to `sessions` rows, each with a block after up to `context` tokens."""
+        most = min(sessions * ROW_TOKENS, TOKENS[-1])
+        sizes = TOKENS[: bisect_left(TOKENS, most) + 1]
+        return cls(sizes, sessions, -(-context // page_size))
 
     def shape(self, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
         """Returns the smallest shape that holds these rows; None if none does, as for long prompts."""
@@ -126,6 +127,26 @@ class StepBuffer:
 
 
 @dataclass(frozen=True, slots=True)
+class Recording:
+    """Shapes of the steps to capture, and how to capture them."""
+
+    buckets: Buckets
+    capture: Capture
+
+
+def recording_on(
+    device: torch.device, backend: AttentionBackend, decoder: Decoder, ranks: int, buckets: Buckets
+) -> Recording | None:
+    """Returns how to capture steps on a device; None where they run operation by operation.
+
+    On a CPU, launching an operation costs next to nothing. Models in transformers' own code may read values on the
+    host, and tensor-parallel ranks would have to capture a step at the same time.
+    """
+    can_capture = isinstance(backend, PaddedBackend) and isinstance(decoder, LlamaDecoder)
+    return Recording(buckets, CudaCapture()) if device.type == "cuda" and ranks == 1 and can_capture else None
+
+
+@dataclass(frozen=True, slots=True)
 class _CapturedStep:
     buffer: StepBuffer
     batch: RaggedBatch
@@ -133,16 +154,14 @@ class _CapturedStep:
 
 
 class StaticStep:
-    """Runs decoding steps that fit in `buckets`; captures the step of each shape when it first occurs."""
+    """Runs decoding steps that fit in the buckets of a recording; captures each shape when it first occurs."""
 
-    def __init__(
-        self, step: Step, cache: PagedCache, backend: PaddedBackend, buckets: Buckets, capture: Capture
-    ) -> None:
+    def __init__(self, step: Step, cache: PagedCache, backend: PaddedBackend, recording: Recording) -> None:
         self._step = step
         self._cache = cache
         self._backend = backend
-        self._buckets = buckets
-        self._capture = capture
+        self._buckets = recording.buckets
+        self._capture = recording.capture
         self._captured: dict[StepShape, _CapturedStep] = {}
 
     def shape(self, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
@@ -150,7 +169,9 @@ class StaticStep:
         return self._buckets.shape(rows, draws)
 
     def run(self, rows: Sequence[InputRow], draws: Draws, shape: StepShape) -> tuple[Tensor, ForwardOutput]:
-        """Runs a step; returns the slots that it wrote, and its output. The next step overwrites both."""
+        """Runs a step; returns the slots that it wrote, and its output. The next step overwrites both, except `hidden`,
+        which drafters keep.
+        """
         packed = PackedStep.padded(rows, self._cache, self._backend, shape, draws)
         if shape in self._captured:
             self._captured[shape].buffer.write(packed.integers)
@@ -159,7 +180,10 @@ class StaticStep:
         captured = self._captured[shape]
         output = captured.repeat()
         total = sum(len(row.tokens) for row in rows)
-        return captured.batch.written[:total], output.first(total, sum(row.logits for row in rows))
+        output = output.first(total, sum(row.logits for row in rows))
+        if output.hidden is not None:
+            output = output._replace(hidden=output.hidden.clone())
+        return captured.batch.written[:total], output
 
     def _captured_step(self, packed: PackedStep) -> _CapturedStep:
         buffer = StepBuffer([len(part) for part in packed.integers], self._cache.device)

@@ -34,12 +34,13 @@ from actors.attention.select_backend import AttentionReport, attention_shape, ch
 from actors.compute.collectives import Group, SingleRank, join
 from actors.compute.hidden_states import CaptureSpec, StateCapture, StateProjection
 from actors.compute.kv_cache import InputRow
-from actors.compute.linear import InvariantProducts
+from actors.compute.linear import InvariantProducts, projection
 from actors.engine.executor import StepExecutor, within
 from actors.engine.invariance import InvarianceCheck
 from actors.engine.memory import page_count, page_size_warning, state_bytes
 from actors.engine.process import device_of, freeze_heap, use_cpu
 from actors.engine.runner import ModelRunner, Runner, profile_steps
+from actors.engine.static_step import Buckets, recording_on
 from actors.engine.step_codec import StepDecoder, StepEncoder
 from actors.engine.step_socket import StepCaller, StepListener
 from actors.grammars import grammars_of, load_grammar_vocabulary
@@ -271,19 +272,25 @@ class Rank:
         """Allocates the cache; `pages` is equal on all ranks."""
         spec = self._spec
         assert self._model is not None, "load first"
+        assert self._attention is not None, "load first"
         page_size = spec.cache.page_size
+        product = InvariantProducts() if spec.invariant else projection
+        decoder = decoder_for(self._model.eval(), product, spec.context)
+        buckets = Buckets.for_sessions(spec.sessions, spec.context, page_size)
         self._runner = ModelRunner(
             self._model,
             pages,
             page_size,
             self._attention,
-            decoder_for(self._model.eval(), InvariantProducts(), spec.context) if spec.invariant else None,
+            decoder,
             capture=self._capture(pages),
             context=spec.context,
             is_checked=True,  # the leader checked the model while loading
             vocabulary=spec.vocabulary if self._index == 0 else None,
+            recording=recording_on(self._device, self._attention, decoder, spec.ranks, buckets),
         )
         self._model = None  # the runner holds the parts that it needs
+        self._runner.capture_steps()
         alone = spec.ranks == 1
         self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)
         grammars = grammars_of(lambda: load_grammar_vocabulary(Path(spec.folder))) if self._index == 0 else None

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actors.attention.padded import PaddedSdpa
 from actors.compute.kv_cache import InputRow
 from actors.engine.runner import ModelRunner
-from actors.engine.static_step import Buckets, CallCapture, Capture
+from actors.engine.static_step import Buckets, Capture, Recording
 from actors.models.decoder import ForwardOutput
 from actors.sampling.draws import Draws
 from tests.unit.actors.tiny_models import MODELS, VOCABULARY, twins
@@ -40,13 +40,31 @@ def poisoned(model: Any, **options: Any) -> ModelRunner:
     return runner
 
 
+class Overwriting:
+    """Captures steps as a CUDA graph does: every repeat writes its results to the memory of the first one."""
+
+    def __call__(self, step: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
+        first: list[ForwardOutput] = []
+
+        def repeat() -> ForwardOutput:
+            output = step()
+            if not first:
+                first.append(output)
+            for kept, part in zip(first[0], output, strict=True):
+                if kept is not None:
+                    kept.copy_(part)
+            return first[0]
+
+        return repeat
+
+
 class Twins:
     """Runners of equal models: one with exact steps, one with captured steps."""
 
     def __init__(self, name: str, capture: Capture) -> None:
         model, twin = twins(MODELS[name], seed=3)
         self.exact = poisoned(model)
-        self.static = poisoned(twin, attention=PaddedSdpa(), buckets=BUCKETS, record=capture)
+        self.static = poisoned(twin, attention=PaddedSdpa(), recording=Recording(BUCKETS, capture))
 
     def check(self, rows: Sequence[InputRow], draws: Draws) -> torch.Tensor:
         """Asserts that both runners compute the same step; returns the drawn tokens."""
@@ -61,7 +79,7 @@ class Twins:
 
 @pytest.fixture(scope="module", params=PLAIN_MODELS)
 def pair(request: pytest.FixtureRequest) -> Twins:
-    return Twins(request.param, CallCapture())
+    return Twins(request.param, Overwriting())
 
 
 def tables(rng: Random) -> list[tuple[int, ...]]:
