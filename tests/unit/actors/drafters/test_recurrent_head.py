@@ -84,7 +84,7 @@ def test_each_state_depends_on_the_previous_state_and_token(tmp_path: Path) -> N
         inputs = torch.cat((norm(states[kept], "state_norm.weight"), norm(embedded, "token_norm.weight")), -1)
         gate, up = (inputs @ weights["gate_up.weight"].T).chunk(2, -1)
         states = states[kept] + (F.silu(gate) * up) @ weights["down.weight"].T
-        logits, found, _ = head.predict_next(found[kept], taken)
+        logits, found, *_ = head.predict_next(found[kept], taken)
         torch.testing.assert_close(found, states, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(logits, model.lm_head(states), atol=1e-4, rtol=1e-4)
 
