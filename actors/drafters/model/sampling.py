@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.compute.kv_cache import to_device
 from actors.sampling.gumbel import Purpose, gumbel_argmax, gumbels, key
 from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorChain, ProcessorFactory, chain_of
 from actors.sampling.truncation import filtered
@@ -305,26 +306,31 @@ class DraftSampler:
     def _considered(self, predictions: Sequence[_Prediction]) -> tuple[NDArray[Any], ...]:
         """Returns a mask of finite positions, (positions,), and the candidates, (positions, considered) each.
 
-        Candidates are returned as log probabilities in descending order, token ids, and noise.
+        Candidates are returned as log probabilities in descending order, token ids, and noise. The host waits for the
+        device once.
         """
         logits = torch.stack([prediction.logits for prediction in predictions]).float()
         finite = torch.isfinite(logits.amax(dim=-1))  # single -inf logits are valid: models mask tokens with them
         logits = logits.masked_fill(~torch.isfinite(logits), MIN_LOGIT)
         requests = [prediction.draft.text.open for prediction in predictions]
         temperatures = [request.sampling.temperature or 1.0 for request in requests]
-        scale = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
+        (scale,) = to_device([temperatures], logits.device, torch.float32)
         above = logits - logits.max(dim=-1, keepdim=True).values
-        log_probs, columns = torch.log_softmax(above / scale, dim=-1).topk(
+        log_probs, columns = torch.log_softmax(above / scale.unsqueeze(1), dim=-1).topk(
             min(MAX_CANDIDATES, logits.shape[-1]), dim=-1
         )
         ids = self._token_ids[columns]
         noise = torch.zeros(ids.shape, dtype=torch.float64, device=ids.device)
         sampled = [row for row, request in enumerate(requests) if not request.sampling.greedy]
         if sampled:
-            keys = torch.tensor([self._draw_key(predictions[row]) for row in sampled], device=ids.device)
+            at, keys = to_device([sampled, [self._draw_key(predictions[row]) for row in sampled]], ids.device)
             drawn = torch.stack([self._noise.ids(predictions[row].draft, ids[row]) for row in sampled])
-            noise[sampled] = gumbels(keys.unsqueeze(1), drawn).masked_fill(drawn < 0, 0.0)
-        return finite.cpu().numpy(), log_probs.double().cpu().numpy(), ids.cpu().numpy(), noise.cpu().numpy()
+            noise.index_copy_(0, at, gumbels(keys.unsqueeze(1), drawn).masked_fill(drawn < 0, 0.0))
+        # Doubles represent token ids exactly.
+        columns_on_host = torch.cat([finite.unsqueeze(1).double(), log_probs.double(), ids.double(), noise], dim=1)
+        numbers = columns_on_host.cpu().numpy()
+        log_probs_read, ids_read, noise_read = np.split(numbers[:, 1:], 3, axis=1)
+        return numbers[:, 0] != 0, log_probs_read, ids_read.astype(np.int64), noise_read
 
     def _offer_processed(self, prediction: _Prediction, chain: ProcessorChain) -> None:
         """Applies the logits processors at this position, after the text and the block's earlier tokens, and adds the
