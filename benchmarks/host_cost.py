@@ -8,7 +8,7 @@ milliseconds (medians):
 
 * decode, receive: the drafter's frame becomes messages, and the scheduler stores their blocks;
 * plan, send plan: the scheduler plans the step, and the plan is encoded for the rank;
-* rank: the rank decodes the plan, builds the tensor for its followers, and encodes the outcomes;
+* rank: the rank decodes the plan, encodes the forward for its followers, and encodes the outcomes;
 * outcomes, commit: the coordinator decodes the outcomes and commits their tokens;
 * settle: while the rank computes, the coordinator makes the verdicts, and updates statistics and draft requests;
 * encode: the verdicts are encoded for the drafter and the router.
@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.compute.kv_cache import InputRow
+from actors.engine.forward_codec import encode_forward
 from actors.engine.step_codec import StepDecoder, StepEncoder
-from actors.engine.tensor_parallel import to_tensor
 from cluster.costs import ForwardCost
 from cluster.envelope import Send
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
@@ -112,7 +112,7 @@ class Step:
             received = self._decoder.request(data)
             assert isinstance(received, StepPlan)
             rows = [InputRow(row.tokens, row.start, row.deciding, row.pages) for row in received.rows]
-            to_tensor(rows, received.copies)
+            encode_forward(rows, received.copies)
         outcomes = [self._outcome(row) for row in plan.rows if row.decide]
         frame = encode(pb.DrafterToTarget, self._blocks(plan, outcomes)).SerializeToString()
         with watch.part("decode"):

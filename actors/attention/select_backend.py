@@ -308,6 +308,25 @@ def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]
     return statistics.median(times)
 
 
+def factories(shape: AttentionShape, device: torch.device) -> dict[str, Make]:
+    """Returns the constructors of all backends for GPUs except `SdpaGather`, by name."""
+    return {
+        "flashinfer": lambda: flashinfer_for(device),
+        "flex": lambda: flex_for(shape.page_size),
+        "varlen": lambda: varlen_for(device),  # last, since it replaces kernels of torch
+    }
+
+
+@torch.inference_mode()
+def create_backend(report: AttentionReport, shape: AttentionShape, device: torch.device) -> AttentionBackend:
+    """Creates the backend that another rank has chosen, without measuring."""
+    if report.chosen == FALLBACK:
+        return SdpaGather()
+    backend = factories(shape, device)[report.chosen]()
+    Trial(shape, device).build(backend, report.takes_trees)
+    return backend
+
+
 @torch.inference_mode()
 def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionBackend, AttentionReport]:
     """Measures the backends on a GPU and returns the fastest correct one. Only `SdpaGather` works on a CPU, or supports
@@ -315,13 +334,8 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[Atten
     """
     if device.type != "cuda" or not shape.plain:
         return SdpaGather(), AttentionReport(SdpaGather.name)
-    factories: dict[str, Make] = {
-        "flashinfer": lambda: flashinfer_for(device),
-        "flex": lambda: flex_for(shape.page_size),
-        "varlen": lambda: varlen_for(device),  # last, since it replaces kernels of torch
-    }
     trial = Trial(shape, device)
-    backend, report = fastest(factories, trial, TOLERANCE[shape.dtype])
+    backend, report = fastest(factories(shape, device), trial, TOLERANCE[shape.dtype])
     trial.build(backend, report.takes_trees)
     if backend.name != "varlen":
         restore_flash_attention_impl(_raise_warn=False)

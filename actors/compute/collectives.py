@@ -1,4 +1,4 @@
-"""Collective operations of tensor-parallel ranks: all-reduce, all-gather, and broadcast from rank 0."""
+"""Collective operations of tensor-parallel ranks: all-reduce and all-gather."""
 
 import ctypes
 import os
@@ -36,10 +36,6 @@ class Group(Protocol):
         """Returns the tensors of all ranks, stacked: (size, *tensor.shape)."""
         ...
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrites the tensor with the tensor of rank 0."""
-        ...
-
 
 class SingleRank:
     """Group with a single rank."""
@@ -52,9 +48,6 @@ class SingleRank:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(0)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        pass
 
 
 class ThreadGroup:
@@ -87,9 +80,6 @@ class ThreadGroup:
         self._barrier.wait()
         return gathered
 
-    def broadcast(self, tensor: Tensor) -> None:
-        tensor.copy_(self.all_gather(tensor)[0])
-
 
 class TorchGroup:
     """The default group of torch.distributed: NCCL on GPUs, gloo on CPUs."""
@@ -105,9 +95,6 @@ class TorchGroup:
         gathered = tensor.new_empty(self.size, *tensor.shape)
         dist.all_gather_single(gathered.view(-1), tensor.reshape(-1))
         return gathered
-
-    def broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, src=0)
 
 
 def shared_bytes(ranks: int) -> int:
@@ -153,10 +140,6 @@ class HostGroup:
                 gathered[rank, begin:end] = part
             begin = end
         return gathered.view(self.size, *tensor.shape)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        for piece in self._pieces(tensor):
-            piece.copy_(self._exchange(piece)[0])
 
     def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return torch.split(tensor.view(-1), BUFFER_BYTES // tensor.element_size())

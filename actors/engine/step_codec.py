@@ -1,4 +1,4 @@
-"""Encodes step plans and outcomes as flat 32-bit integers, for the socket between a coordinator and its leading rank.
+"""Encodes step plans and outcomes as flat 32-bit integers, for the link between a coordinator and its leading rank.
 
 Sessions have slot numbers instead of names, and page tables are appended to: a row carries only pages that differ from
 those sent before. `StepEncoder` and `StepDecoder` therefore keep state, and every plan must reach the decoder in order.

@@ -1,48 +1,51 @@
 """Tensor-parallel ranks, each a Ray actor, in one torch.distributed group; to the coordinator, they are one engine.
 
-The coordinator sends each step plan to rank 0 over a Unix socket, since a Ray call takes milliseconds on a machine with
-few cores. Rank 0 broadcasts the plan's rows as one integer tensor, every rank makes the same forward, and rank 0
-samples. Ray starts the ranks and reports their death. If a rank dies, the others would wait forever in a collective, so
-the engine fails and the whole replica is replaced.
+All ranks run on one node. Messages travel through shared memory (`step_link`), since a Ray call takes milliseconds on a
+machine with few cores. Rank 0 receives step plans from the coordinator and sends the rows to its followers. Every rank
+makes the same forward, and rank 0 samples. Ray starts the ranks and reports their death. If a rank dies, the others may
+wait forever in a collective, so the engine fails and the whole replica is replaced.
 """
 
 import asyncio
 import logging
 import os
 import socket
-from array import array
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
 
 import ray
-import torch
 import torch.distributed as dist
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.attention import AttentionBackend
 from actors.attention.invariant import invariant_attention
 from actors.attention.sdpa_gather import SdpaGather
-from actors.attention.select_backend import AttentionReport, attention_shape, choose_attention
+from actors.attention.select_backend import (
+    AttentionReport,
+    AttentionShape,
+    attention_shape,
+    choose_attention,
+    create_backend,
+)
 from actors.compute.collectives import Group, SingleRank, join
 from actors.compute.hidden_states import CaptureSpec, StateCapture, StateProjection
 from actors.compute.kv_cache import InputRow
 from actors.compute.linear import InvariantProducts, projection
 from actors.engine.executor import StepExecutor, within
+from actors.engine.forward_codec import decode_forward, encode_forward
 from actors.engine.invariance import InvarianceCheck
 from actors.engine.memory import page_count, page_size_warning, state_bytes
 from actors.engine.process import device_of, freeze_heap, use_cpu
 from actors.engine.runner import ModelRunner, Runner, profile_steps
 from actors.engine.static_step import Buckets, recording_on
 from actors.engine.step_codec import StepDecoder, StepEncoder
-from actors.engine.step_socket import StepCaller, StepListener
+from actors.engine.step_link import FollowersLink, LeaderLink, Listener, StepCaller, StepListener
 from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.models.checkpoint import load
 from actors.models.decoder import ForwardOutput, decoder_for
@@ -58,6 +61,7 @@ from cluster.placement import actor_options
 from cluster.verification.step import Outcome, StateRead, StepPlan
 
 Done = TypeVar("Done")
+Value = TypeVar("Value")
 
 
 async def raise_when_any_ends(running: Sequence[Awaitable[Any]]) -> NoReturn:
@@ -89,52 +93,9 @@ async def or_rank_failure(work: Awaitable[Done], running: Sequence[Awaitable[Any
         watching.cancel()
 
 
-PLAN_HEADER = 4  # fields: length, rows, copies, moves
-ROW_FIELDS = 5  # fields: tokens, start, logits, pages, parents
-
-
-def to_tensor(rows: Sequence[InputRow], copies: Sequence[PageCopy], moves: Sequence[SlotMove] = ()) -> Tensor:
-    """Encodes rows, copies and moves as one tensor of shape (length,); the first element is the length."""
-    numbers = [0, len(rows), len(copies), len(moves)]
-    for row in rows:
-        numbers += (len(row.tokens), row.start, row.logits, len(row.pages), len(row.parents))
-    for row in rows:
-        numbers += row.tokens
-        numbers += row.pages
-        numbers += row.parents
-    for copy in copies:
-        numbers += (copy.source, copy.to)
-    for move in moves:
-        numbers += (move.source, move.to)
-    numbers[0] = len(numbers)
-    return torch.frombuffer(array("i", numbers), dtype=torch.int32)
-
-
-def from_tensor(tensor: Tensor) -> tuple[list[InputRow], list[PageCopy], list[SlotMove]]:
-    """Decodes the output of `to_tensor`; ignores padding after the encoded length."""
-    numbers = tensor.tolist()
-    _, row_count, copy_count, move_count = numbers[:PLAN_HEADER]
-    at = PLAN_HEADER + ROW_FIELDS * row_count
-    rows: list[InputRow] = []
-    for index in range(row_count):
-        first = PLAN_HEADER + ROW_FIELDS * index
-        tokens, start, logits, pages, parents = numbers[first : first + ROW_FIELDS]
-        pages_at = at + tokens
-        parents_at = pages_at + pages
-        end = parents_at + parents
-        fed = tuple(numbers[at:pages_at])
-        rows.append(InputRow(fed, start, logits, tuple(numbers[pages_at:parents_at]), tuple(numbers[parents_at:end])))
-        at = end
-    pairs = [numbers[first : first + 2] for first in range(at, at + 2 * (copy_count + move_count), 2)]
-    copies = [PageCopy(*pair) for pair in pairs[:copy_count]]
-    return rows, copies, [SlotMove(*pair) for pair in pairs[copy_count:]]
-
-
 log = logging.getLogger(__name__)
 
-STEP_NUMBERS = 4096  # integers in a step's first message; 16 KiB hold all but long prompts
 PREPARE_S = 60.0  # timeout for compiling one grammar; its router has already compiled it
-IDLE_TIMEOUT = timedelta(days=30)  # idle followers wait in a collective; the coordinator detects hung steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +125,19 @@ class RankReport:
     numerics: str = "fast"  # guaranteed numerics; if the guarantee was withdrawn, with the reason
 
 
+def from_leader(value: Value) -> Value:
+    """Returns rank 0's value on every rank; other ranks' values have only the same type."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 class LeadingRunner:
     """Runner of rank 0; makes every follower run the same forward."""
 
-    def __init__(self, runner: ModelRunner, group: Group, device: torch.device) -> None:
+    def __init__(self, runner: ModelRunner, followers: FollowersLink) -> None:
         self._runner = runner
-        self._group = group
-        self._device = device
+        self._followers = followers
         self.vocabulary = runner.vocabulary
 
     def forward(
@@ -181,32 +148,11 @@ class LeadingRunner:
         moves: Sequence[SlotMove] = (),
         draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
-        send_step(to_tensor(rows, copies, moves), self._group, self._device)
+        self._followers.send(encode_forward(rows, copies, moves))
         return self._runner.forward(rows, copies, moves=moves, draws=draws)
 
     def read_states(self, slots: Sequence[int]) -> bytes:
         return self._runner.read_states(slots)
-
-
-def send_step(step: Tensor, group: Group, device: torch.device) -> None:
-    """Broadcasts a step to the followers as one message of fixed size, and a second one if it is longer."""
-    first = torch.zeros(STEP_NUMBERS, dtype=torch.int32)
-    first[: min(len(step), STEP_NUMBERS)] = step[:STEP_NUMBERS]
-    group.broadcast(first.to(device))
-    if len(step) > STEP_NUMBERS:
-        group.broadcast(step[STEP_NUMBERS:].to(device))
-
-
-def receive_step(group: Group, device: torch.device) -> Tensor:
-    """Receives the step broadcast by the leader."""
-    first = torch.zeros(STEP_NUMBERS, dtype=torch.int32, device=device)
-    group.broadcast(first)
-    rest = int(first[0]) - STEP_NUMBERS
-    if rest <= 0:
-        return first.cpu()
-    second = torch.zeros(rest, dtype=torch.int32, device=device)
-    group.broadcast(second)
-    return torch.cat([first, second]).cpu()
 
 
 class Rank:
@@ -220,6 +166,8 @@ class Rank:
         self._project: StateProjection | None = None
         self._device = device_of(spec.resources)
         self._group: Group = SingleRank()
+        self._followers: FollowersLink | None = None  # of the leader
+        self._leader: LeaderLink | None = None  # of a follower
         self._model: PreTrainedModel | None = None
         self._attention: AttentionBackend | None = None
         self._executor: StepExecutor | None = None
@@ -242,19 +190,20 @@ class Rank:
         device = self._device
         if spec.ranks > 1:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(
-                backend, init_method=meeting_point, rank=self._index, world_size=spec.ranks, timeout=IDLE_TIMEOUT
-            )
+            dist.init_process_group(backend, init_method=meeting_point, rank=self._index, world_size=spec.ranks)
             self._group = join(device)
+            if self._index == 0:
+                listener = Listener()
+                from_leader(listener.path)
+                self._followers = FollowersLink(listener.accept(spec.ranks - 1))
+            else:
+                self._leader = LeaderLink(from_leader(""))
         if self._index == 0:
             check_model(Path(spec.folder), ranks=spec.ranks, max_context=spec.context)
         loaded = load(Path(spec.folder), spec.dtype, device, self._group)
         self._model = loaded.model
         shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
-        if spec.invariant and device.type == "cpu":
-            self._attention, attention = invariant_attention(shape), AttentionReport(SdpaGather.name)
-        else:
-            self._attention, attention = choose_attention(shape, device)  # may allocate memory, so before `page_count`
+        attention = self._create_attention(shape)  # may allocate memory, so before `page_count`
         self._project = self._captured.projection_on(device) if self._captured else None  # likewise
         page_bytes = shape.page_bytes + state_bytes(self._captured, spec.cache.page_size)
         recurrent_bytes = recurrent_page_bytes(self._model)
@@ -267,6 +216,18 @@ class Rank:
             spec.cache, page_bytes + recurrent_bytes, spec.sessions, spec.context, device, spec.resources.gpu_share
         )
         return RankReport(os.getpid(), pages, loaded.report, attention)
+
+    def _create_attention(self, shape: AttentionShape) -> AttentionReport:
+        """Creates the attention backend that the leader chooses, since every rank must compute alike."""
+        if self._spec.invariant and self._device.type == "cpu":
+            self._attention = invariant_attention(shape)
+            return AttentionReport(SdpaGather.name)
+        if self._index == 0:
+            self._attention, report = choose_attention(shape, self._device)
+            return from_leader(report) if self._group.size > 1 else report
+        report = from_leader(AttentionReport(SdpaGather.name))
+        self._attention = create_backend(report, shape, self._device)
+        return report
 
     def allocate(self, pages: int) -> None:
         """Allocates the cache; `pages` is equal on all ranks."""
@@ -291,8 +252,7 @@ class Rank:
         )
         self._model = None  # the runner holds the parts that it needs
         self._runner.capture_steps()
-        alone = spec.ranks == 1
-        self._leading = self._runner if alone else LeadingRunner(self._runner, self._group, self._device)
+        self._leading = LeadingRunner(self._runner, self._followers) if self._followers else self._runner
         grammars = grammars_of(lambda: load_grammar_vocabulary(Path(spec.folder))) if self._index == 0 else None
         self._executor = StepExecutor(self._leading, spec.vocabulary, grammars=grammars)
         self._pages = pages
@@ -318,13 +278,14 @@ class Rank:
     def follow(self) -> None:
         """Runs the leader's forwards on a follower until the leader exits."""
         assert self._runner is not None, "allocate first"
+        assert self._leader is not None, "only followers follow"
         freeze_heap()
         while True:
-            rows, copies, moves = from_tensor(receive_step(self._group, self._device))
+            rows, copies, moves = decode_forward(self._leader.receive())
             self._runner.forward(rows, copies, moves=moves)
 
     def listen(self) -> tuple[str, str]:
-        """Creates two sockets on the leader and returns their paths: one for steps, one for preparing grammars during
+        """Creates two links on the leader and returns their paths: one for steps, one for preparing grammars during
         steps.
         """
         self._listener = StepListener()

@@ -26,9 +26,6 @@ class Planned:
     def all_gather(self, tensor: Tensor) -> Tensor:
         raise AssertionError("this rank is alone")
 
-    def broadcast(self, tensor: Tensor) -> None:
-        raise AssertionError("this rank is alone")
-
 
 def threads(size: int) -> list[ThreadGroup]:
     return ThreadGroup.of_size(size)

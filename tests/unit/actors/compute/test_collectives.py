@@ -67,19 +67,8 @@ def test_a_thousand_exchanges_in_a_row_are_never_mixed_up(tmp_path, work):
         assert torch.equal(found, (steps * 6 * (steps % 17 + 1)).float())
 
 
-def test_the_leader_broadcasts_to_the_others(tmp_path):
-    def received(group: Group) -> Tensor:
-        tensor = torch.tensor([group.rank, 7 - group.rank])
-        group.broadcast(tensor)
-        return tensor
-
-    for found in on_all(host_groups(tmp_path, 3), received):
-        assert found.tolist() == [0, 7]
-
-
 def test_a_single_rank_communicates_with_no_one():
     tensor = torch.tensor([1.0, 2.0])
     SingleRank().all_reduce(tensor)
-    SingleRank().broadcast(tensor)
     assert tensor.tolist() == [1.0, 2.0]
     assert SingleRank().all_gather(tensor).tolist() == [[1.0, 2.0]]

@@ -1,95 +1,22 @@
-"""Tests tensor-parallel ranks: the leader's messages, and waiting that ends with the first ended rank.
-
-Futures replace ranks, and a list replaces the wire.
-"""
+"""Tests that waiting for tensor-parallel ranks ends with the first ended rank. Futures replace ranks."""
 
 import asyncio
 from collections.abc import Generator
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from ray.exceptions import RayError
 
 from actors.attention.select_backend import AttentionReport
-from actors.compute.kv_cache import InputRow
 from actors.engine.tensor_parallel import (
     RankGroup,
     RankReport,
-    from_tensor,
     or_rank_failure,
     raise_when_any_ends,
-    receive_step,
-    send_step,
-    to_tensor,
 )
 from actors.models.weights import LoadReport
 from cluster.costs import ForwardCost
 from cluster.errors import EngineError
-from cluster.page_allocator import PageCopy, SlotMove
-
-ids = st.integers(0, 2**31 - 1)
-tuples = st.lists(ids, max_size=6).map(tuple)
-rows = st.builds(
-    InputRow,
-    tokens=tuples,
-    start=ids,
-    logits=ids,
-    pages=tuples,
-    parents=st.lists(st.integers(-1, 127), max_size=6).map(tuple),
-)
-CPU = torch.device("cpu")
-
-
-copied = st.lists(st.builds(PageCopy, ids, ids), max_size=4)
-moved = st.lists(st.builds(SlotMove, ids, ids), max_size=4)
-
-
-@given(st.lists(rows, max_size=5), copied, moved, st.integers(0, 9))
-def test_a_step_round_trips_before_padding(step, copies, moves, padding):
-    tensor = to_tensor(step, copies, moves)
-    assert tensor.dtype is torch.int32
-    assert int(tensor[0]) == len(tensor)
-    assert from_tensor(torch.cat([tensor, torch.full((padding,), 7, dtype=torch.int32)])) == (step, copies, moves)
-
-
-class Wire:
-    """Both ends of a group of two ranks."""
-
-    size = 2
-
-    def __init__(self) -> None:
-        self.rank = 0
-        self.sent: list[torch.Tensor] = []
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        if self.rank == 0:
-            self.sent.append(tensor.clone())
-        else:
-            tensor.copy_(self.sent.pop(0))  # fails unless shapes match
-
-
-def test_a_step_of_any_length_is_sent_whole_and_short_ones_in_one_message():
-    """Steps are shorter than a message, exactly one message, one number longer, and much longer."""
-    wire = Wire()
-    send_step(to_tensor([], []), wire, CPU)
-    size = len(wire.sent.pop())
-    for length in (13, size - 1, size, size + 1, 3 * size):
-        step = [InputRow(tuple(range(length - 10)), 5, 1, (9,))]  # 10 numbers besides the tokens
-        numbers = to_tensor(step, [])
-        assert len(numbers) == length
-        wire.rank = 0
-        send_step(numbers, wire, CPU)
-        assert len(wire.sent) == (1 if length <= size else 2)
-        assert len(wire.sent[0]) == size
-        wire.rank = 1
-        assert from_tensor(receive_step(wire, CPU)) == (step, [], [])
-        assert not wire.sent
-
-
-# ---------------------------------------------------------------- waiting
 
 
 @pytest.fixture
