@@ -1,0 +1,96 @@
+"""Tokens drawn over vocabulary shards equal those drawn from whole logits."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from actors.compute.collectives import Group, HostGroup
+from actors.sampling.acceptance import NOT_FINITE, DrawAddress, PendingBlock, decide
+from actors.sampling.gumbel import Purpose
+from actors.sampling.shard_argmax import LogitShard, coupled_tokens, greedy_tokens
+from protos.draft_tree import NO_TREE
+from protos.messages import Acceptance, Sampling
+from tests.unit.actors.groups import at_once, threads
+
+TEMPERATURES = (0.0, 1.0, 0.7, 1e-3, 50.0)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A few values, so that there are ties within and between shards; all are exact in every type.
+values = st.sampled_from((0.0, 0.0, 1.0, 1.0, 2.5, 2.5, -3.0, float("-inf"), float("inf"), float("nan")))
+finite_values = st.sampled_from((0.0, 0.0, 1.0, 1.0, 2.5, 2.5, -3.0, float("-inf")))
+
+
+def blocks_of(temperatures: list[float]) -> list[PendingBlock]:
+    return [
+        PendingBlock(Acceptance.COUPLED, Sampling(temperature=temperature), NO_TREE, None, DrawAddress(5, 1, position))
+        for position, temperature in enumerate(temperatures)
+    ]
+
+
+def expected_tokens(blocks: list[PendingBlock], logits: Tensor) -> list[int]:
+    """Returns what the step's decision makes of the whole logits."""
+    return [decision.next_token if decision.is_finite else NOT_FINITE for decision in decide(blocks, logits)]
+
+
+def shards_of(whole: Tensor, vocabulary: int, groups: list[Group]) -> list[LogitShard]:
+    """Splits logits as `VocabularyParallelHead` does: the last ranks may hold fewer columns, or none."""
+    columns = -(-whole.shape[1] // len(groups))
+    begins = [min(rank * columns, whole.shape[1]) for rank in range(len(groups))]
+    shards = [
+        LogitShard(whole[:, begin : begin + columns], begin, group) for begin, group in zip(begins, groups, strict=True)
+    ]
+    return [shard.within(vocabulary) for shard in shards]
+
+
+def check(whole: Tensor, vocabulary: int, temperatures: list[float], groups: list[Group]) -> None:
+    """Asserts that every rank draws the tokens of the whole logits."""
+    blocks = blocks_of(temperatures)
+    by_position = torch.tensor(temperatures, dtype=torch.float32)
+    keys = torch.tensor([block.at.key(0, Purpose.DRAW) for block in blocks])
+    shards = shards_of(whole, vocabulary, groups)
+    expected = expected_tokens(blocks, whole[:, :vocabulary])
+    for found in at_once([partial(coupled_tokens, shard, by_position, keys) for shard in shards]):
+        assert found.tolist() == expected
+    greedy = expected_tokens(blocks_of([0.0] * len(whole)), whole[:, :vocabulary])
+    for found in at_once([partial(greedy_tokens, shard) for shard in shards]):
+        assert found.tolist() == greedy
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Tensor, int, list[float]]:
+    """Draws logits, the number of tokens that may be drawn, and a temperature for each position."""
+    columns = draw(st.integers(1, 9))
+    vocabulary = draw(st.integers(1, columns))
+    rows = draw(st.lists(st.lists(values | finite_values, min_size=columns, max_size=columns), min_size=1, max_size=5))
+    temperatures = draw(st.lists(st.sampled_from(TEMPERATURES), min_size=len(rows), max_size=len(rows)))
+    return torch.tensor(rows, dtype=draw(st.sampled_from(DTYPES))), vocabulary, temperatures
+
+
+@given(steps(), st.sampled_from((1, 2, 3, 5)))
+def test_ties_and_infinities_are_decided_as_by_whole_logits(step, ranks):
+    check(*step, threads(ranks))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_shards_of_a_large_vocabulary_draw_the_tokens_of_whole_logits(ranks, dtype):
+    """The positions are computed in several slices, whose sizes depend on the number of ranks."""
+    generator = torch.Generator().manual_seed(0)
+    whole = (4 * torch.randn(23, 32_003, generator=generator)).to(dtype)
+    check(whole, 32_000, [TEMPERATURES[row % len(TEMPERATURES)] for row in range(len(whole))], threads(ranks))
+
+
+def test_the_largest_logit_of_all_shards_is_subtracted_before_scaling():
+    """Scaling would round logits of a million by more than they differ."""
+    whole = 1e6 + 4 * torch.randn(200, 100, generator=torch.Generator().manual_seed(0))
+    check(whole, 100, [0.7] * len(whole), threads(3))
+
+
+def test_ranks_with_shared_memory_draw_the_tokens_of_whole_logits(tmp_path):
+    whole = torch.randn(6, 101, generator=torch.Generator().manual_seed(1))
+    whole[2, 70] = torch.nan
+    groups: list[Group] = [HostGroup(rank, 3, tmp_path / "shared") for rank in range(3)]
+    check(whole, 100, [0.0, 1.0, 1.0, 0.7, 0.0, 1.3], groups)
