@@ -308,7 +308,7 @@ def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]
     return statistics.median(times)
 
 
-def factories(shape: AttentionShape, device: torch.device) -> dict[str, Make]:
+def gpu_factories(shape: AttentionShape, device: torch.device) -> dict[str, Make]:
     """Returns the constructors of all backends for GPUs except `SdpaGather`, by name."""
     return {
         "flashinfer": lambda: flashinfer_for(device),
@@ -322,7 +322,7 @@ def create_backend(report: AttentionReport, shape: AttentionShape, device: torch
     """Creates the backend that another rank has chosen, without measuring."""
     if report.chosen == FALLBACK:
         return SdpaGather()
-    backend = factories(shape, device)[report.chosen]()
+    backend = gpu_factories(shape, device)[report.chosen]()
     Trial(shape, device).build(backend, report.takes_trees)
     return backend
 
@@ -335,7 +335,7 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[Atten
     if device.type != "cuda" or not shape.plain:
         return SdpaGather(), AttentionReport(SdpaGather.name)
     trial = Trial(shape, device)
-    backend, report = fastest(factories(shape, device), trial, TOLERANCE[shape.dtype])
+    backend, report = fastest(gpu_factories(shape, device), trial, TOLERANCE[shape.dtype])
     trial.build(backend, report.takes_trees)
     if backend.name != "varlen":
         restore_flash_attention_impl(_raise_warn=False)

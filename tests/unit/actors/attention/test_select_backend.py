@@ -22,6 +22,7 @@ from actors.attention.select_backend import (
     Trial,
     TriedBackend,
     choose_attention,
+    create_backend,
     fallback_warning,
     fastest,
 )
@@ -178,6 +179,19 @@ def test_a_cpu_has_a_single_backend():
     backend, report = choose_attention(SHAPE, CPU)
     assert type(backend) is SdpaGather
     assert report == AttentionReport("gathered")
+
+
+def test_followers_create_the_backend_of_the_leader_without_measuring(monkeypatch):
+    """Each rank's own timing could select different backends, whose results differ in rounding."""
+    clock = Clock()
+    makes = {"absent": failing, "quick": lambda: TimedBackend("quick", clock, 1.0)}
+    monkeypatch.setattr("actors.attention.select_backend.gpu_factories", lambda *_: makes)
+    backend = create_backend(AttentionReport("quick", takes_trees=False), SHAPE, CPU)
+    assert isinstance(backend, TimedBackend)
+    assert clock.now > 0, "its kernels are built before serving"
+    assert type(create_backend(AttentionReport("gathered"), SHAPE, CPU)) is SdpaGather
+    with pytest.raises(ImportError, match="no such library"):
+        create_backend(AttentionReport("absent"), SHAPE, CPU)
 
 
 def test_flex_on_a_cpu_is_refused_for_it_reads_the_whole_pool():
