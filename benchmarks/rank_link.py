@@ -7,10 +7,11 @@
   the interpreter lock is free; it shows what one process without that lock would gain.
 - forward: from the leader's encoding to the follower's decoding. `memory` is the link in use, `socket` as before, and
   `gloo` broadcasts tensors of 16 KiB, as many as needed.
-- spinning: `memory`, if the receiver polls for 100 us before it blocks.
+- spinning: as `memory`, but the rank polls for 100 us before it blocks.
 
-Each side of a link has its own core. The pause between messages, `--pause-us`, is at least the shortest time between
-two steps. The links alternate within each round. `idle` is the CPU time of a receiver per second without messages.
+Each side of a link has its own core. `--pause-us` precedes each message, as the time between two steps does. The links
+alternate within each round. `idle` is the CPU time of a receiver per second without messages. On a busy machine, run it
+with `chrt -f 10`, so that other processes do not delay it.
 """
 
 import argparse
@@ -26,7 +27,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ Send = Callable[[list[InputRow]], None]
 
 
 def pause(seconds: float) -> None:
+    """Blocks the event loop, whose timers are coarser."""
     time.sleep(seconds)
 
 
@@ -205,7 +206,7 @@ async def call_us(call: Call, size: int, calls: int, pause_s: float) -> float:
 # ---------------------------------------------------------------- leading rank to a follower
 
 
-Arrivals = SynchronizedArray  # of one float: when the follower had decoded
+# Each follower stores the time after decoding in `arrivals`, a shared array of one float.
 
 
 def memory_forward(arrivals: Any) -> tuple[Send, Receiver]:
