@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actors.compute.collectives import Group
-from actors.sampling.acceptance import NOT_FINITE
+from actors.sampling.draws import NOT_FINITE
 from actors.sampling.gumbel import NOISE_PER_GROUP, gumbels
 
 
