@@ -6,7 +6,7 @@ BIN := .venv/bin
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
 .PHONY: bench bench-clients chaos check demo docs image-steps model-table models page-pictures random_scenarios setup test \
-	test-browser test-clients test-exhaustive test-gpu test-hostile test-mutations test-vllm
+	test-browser test-clients test-exhaustive test-gpu test-hostile test-mutations test-triton test-vllm
 
 setup: .venv/.complete
 
@@ -53,6 +53,16 @@ test-mutations: setup
 # The engine on a CUDA device; skipped without one.
 test-gpu: setup
 	$(BIN)/pytest tests/gpu -rs
+
+# The Triton kernel in Triton's interpreter, and compiled for several GPUs; needs no GPU.
+test-triton: setup .triton/.complete
+	PYTHONPATH=.triton TRITON_INTERPRET=1 $(BIN)/pytest tests/unit/actors/attention -rs --numprocesses 2 --dist worksteal
+	PYTHONPATH=.triton $(BIN)/python -m tests.unit.actors.attention.compile_kernels
+
+# Triton takes 1 GB. This version comes with torch's CUDA build.
+.triton/.complete:
+	$(BIN)/pip install --no-deps --target .triton triton==3.7.1
+	touch $@
 
 # The live page in Chromium; skipped without it. Needs `pip install '.[browser]'`.
 test-browser: models

@@ -1,10 +1,10 @@
 """Attention of a step's rows over the paged cache.
 
 A backend plans each step once, on the host, and every layer calls the plan. `sdpa_gather` is the reference and works on
-every device; `flashinfer`, `varlen` and `flex` read the pages in place. `select_backend` measures the backends at start
-and selects the fastest correct one. All backends read the same pool, whose keys and values are strided views
-(`pages_of`). `batch` turns a step's rows into flat tensors, and `hugging_face` registers `paged_attention` with
-transformers.
+every device; `paged`, the default on GPUs, `flashinfer` and `varlen` read the pages in place. `select_backend` measures
+the backends at start and selects the fastest correct one. All backends read the same pool, whose keys and values are
+strided views (`pages_of`). `batch` turns a step's rows into flat tensors, and `hugging_face` registers
+`paged_attention` with transformers.
 
 To add a backend, implement `AttentionBackend` and `AttentionPlan` and add an entry to `choose_attention`.
 """
@@ -81,8 +81,8 @@ class AttentionPlan(Protocol):
 
         Queries have shape (total, heads, head dim), a layer's pool (positions, 2 x kv heads, head dim); the result has
         the queries' shape. A query attends to keys up to its position; with a window, only to the last of them. A tree
-        node's query also attends to the nodes on its path (`InputRow`). Only `sdpa_gather` supports options that are
-        not plain.
+        node's query also attends to the nodes on its path (`InputRow`). Of options that are not plain, `paged` supports
+        soft caps and `sdpa_gather` all.
         """
         ...
 

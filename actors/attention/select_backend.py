@@ -8,7 +8,7 @@ import logging
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.attention import restore_flash_attention_impl
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.attention import AttentionBackend, ScoreOptions
+from actors.attention import AttentionBackend, AttentionPlan, ScoreOptions
 from actors.attention.batch import exact_batch
 from actors.attention.flashinfer import flashinfer_for
-from actors.attention.flex import flex_for
+from actors.attention.paged import paged_for
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.varlen import varlen_for
 from actors.compute.kv_cache import InputRow, PagedCache
@@ -53,6 +53,7 @@ class AttentionShape:
     dtype: torch.dtype
     slides: bool = True  # whether any layer has a sliding window
     plain: bool = True  # whether all layers have plain scores (`ScoreOptions`) and equal sizes
+    capped: bool = False  # whether only soft caps prevent this
     by_layer: tuple[LayerSize, ...] = ()  # sizes of all layers, if they differ
 
     @property
@@ -76,6 +77,13 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
     by_layer = _sizes_by_layer(config, split)
     kinds = getattr(config, "layer_types", None)
     size = max(by_layer) if by_layer else LayerSize(_kv_heads(config, heads) // split, _head_dim(config, heads))
+    has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
+    is_plain_but_for_softcap = (
+        not any(name.endswith(SINKS) for name, _ in model.named_parameters())
+        and not (kinds and "chunked_attention" in kinds)
+        and not (config.model_type in BIASED or getattr(config, "alibi", False))
+        and not by_layer
+    )
     return AttentionShape(
         layers=sum(kind in ATTENDING for kind in kinds) if kinds else int(config.num_hidden_layers),
         heads=heads // split,
@@ -84,11 +92,8 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
         page_size=page_size,
         dtype=model.dtype,
         slides=getattr(config, "sliding_window", None) is not None,
-        plain=getattr(config, "attn_logit_softcapping", None) is None
-        and not any(name.endswith(SINKS) for name, _ in model.named_parameters())
-        and not (kinds and "chunked_attention" in kinds)
-        and not (config.model_type in BIASED or getattr(config, "alibi", False))
-        and not by_layer,
+        plain=is_plain_but_for_softcap and not has_softcap,
+        capped=is_plain_but_for_softcap and has_softcap,
         by_layer=by_layer,
     )
 
@@ -138,6 +143,7 @@ QUERIES = 5
 PARENTS = (-1, 0, -1, 2)  # parents of the block's nodes, if it is a tree
 CONTEXTS = (37, 160, 300, 511, 512, 700, 900, 1024)
 WINDOW = 100
+SOFTCAP = 2.0
 PROMPT_TOKENS = 300  # tokens of a prompt chunk; exceeds a kernel's query block
 WARM_UPS = 2
 REPEATS = 5
@@ -176,6 +182,12 @@ class AttentionReport:
     chosen: str
     tried: tuple[TriedBackend, ...] = ()
     takes_trees: bool = True
+    for_trees: str = ""  # the backend for steps with trees, if it is not the one for chains
+
+    @property
+    def for_chains(self) -> str:
+        """Name of the backend for steps of chains."""
+        return self.chosen.split(",")[0]
 
     @property
     def is_fallback(self) -> bool:
@@ -205,7 +217,7 @@ class Trial:
         def random(*sizes: int) -> Tensor:
             return torch.randn(*sizes, generator=generator).to(device, shape.dtype)
 
-        self._scaling = shape.head_dim**-0.5
+        self._options = ScoreOptions(shape.head_dim**-0.5, softcap=SOFTCAP if shape.capped else None)
         self._query = random(total, shape.heads, shape.head_dim)
         self._new = random(total, 2 * shape.kv_heads, shape.head_dim)
         self._old = [random(context, 2 * shape.kv_heads, shape.head_dim) for context in CONTEXTS]
@@ -220,7 +232,7 @@ class Trial:
             slots = (pages.unsqueeze(1) * size + torch.arange(size, device=pool.device)).flatten()
             pool[slots[: len(old)]] = old
         batch = exact_batch(self._trees if trees else self._rows, self._cache, backend)
-        return batch.attend(0, self._query, self._new, ScoreOptions(self._scaling, window))
+        return batch.attend(0, self._query, self._new, replace(self._options, window=window))
 
     def build(self, backend: AttentionBackend, trees: bool) -> None:
         """Attends once per kind of step, so that all kernels are built before serving."""
@@ -229,7 +241,7 @@ class Trial:
                 batch = exact_batch(rows, self._cache, backend)
                 total = sum(len(row.tokens) for row in rows)
                 query = self._query[:1].expand(total, -1, -1)
-                batch.attend(0, query, self._new[:1].expand(total, -1, -1), ScoreOptions(self._scaling, window))
+                batch.attend(0, query, self._new[:1].expand(total, -1, -1), replace(self._options, window=window))
 
     def _kinds(self, trees: bool) -> list[list[InputRow]]:
         """Returns batches of one or several rows: single tokens, chains, trees and long prompt chunks."""
@@ -242,20 +254,37 @@ class Trial:
         """Computes one step's attention in all layers and waits for the device."""
         batch = exact_batch(self._rows, self._cache, backend)
         for _ in range(self._shape.layers):
-            batch.attend(0, self._query, self._new, ScoreOptions(self._scaling))
+            batch.attend(0, self._query, self._new, self._options)
         if self._cache.device.type == "cuda":
             torch.cuda.synchronize(self._cache.device)
+
+
+class ChainsAndTrees:
+    """Uses one backend for steps of chains only, and another for steps with trees."""
+
+    takes_trees = True
+
+    def __init__(self, chains: AttentionBackend, trees: AttentionBackend) -> None:
+        self.name = f"{chains.name}, {trees.name} for trees"
+        self.for_trees = trees.name
+        self._chains = chains
+        self._trees = trees
+
+    def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> AttentionPlan:
+        return (self._trees if any(row.parents for row in rows) else self._chains).plan(rows, cache)
 
 
 def fastest(
     factories: Mapping[str, Make], trial: Trial, tolerance: float, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[AttentionBackend, AttentionReport]:
-    """Returns the fastest correct backend; `SdpaGather` is the reference and always a candidate."""
+    """Returns the fastest correct backend; if it does not support trees, the fastest that does serves these.
+
+    `SdpaGather` is the reference, and the result only if no backend is correct.
+    """
     reference = SdpaGather()
-    best: AttentionBackend = reference
-    best_ms = _step_ms(reference, trial, clock)
-    chosen = TriedBackend(reference.name, best_ms)
-    tried = [chosen]
+    tried = [TriedBackend(reference.name, _step_ms(reference, trial, clock))]
+    correct: list[tuple[float, AttentionBackend]] = []
+    takes_trees: list[tuple[float, AttentionBackend]] = []
     for name, make in factories.items():
         try:
             backend = make()
@@ -265,11 +294,16 @@ def fastest(
             tried.append(TriedBackend(name, None, f"{type(error).__name__}: {error}"))
             continue
         tried.append(TriedBackend(name, step_ms, no_trees=_no_trees(backend, trial, reference, tolerance)))
-        if step_ms < best_ms:
-            best = backend
-            best_ms = step_ms
-            chosen = tried[-1]
-    return best, AttentionReport(best.name, tuple(tried), not chosen.no_trees)
+        correct.append((step_ms, backend))
+        if not tried[-1].no_trees:
+            takes_trees.append((step_ms, backend))
+    if not correct:
+        return reference, AttentionReport(reference.name, tuple(tried))
+    best = min(correct, key=lambda one: one[0])
+    if takes_trees and best not in takes_trees:
+        combined = ChainsAndTrees(best[1], min(takes_trees, key=lambda one: one[0])[1])
+        return combined, AttentionReport(combined.name, tuple(tried), for_trees=combined.for_trees)
+    return best[1], AttentionReport(best[1].name, tuple(tried), bool(takes_trees))
 
 
 def _no_trees(backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float) -> str:
@@ -310,11 +344,11 @@ def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]
 
 def gpu_factories(shape: AttentionShape, device: torch.device) -> dict[str, Make]:
     """Returns the constructors of all backends for GPUs except `SdpaGather`, by name."""
-    return {
-        "flashinfer": lambda: flashinfer_for(device),
-        "flex": lambda: flex_for(shape.page_size),
-        "varlen": lambda: varlen_for(device),  # last, since it replaces kernels of torch
-    }
+    factories: dict[str, Make] = {"paged": lambda: paged_for(device)}
+    if shape.plain:
+        factories["flashinfer"] = lambda: flashinfer_for(device)
+        factories["varlen"] = lambda: varlen_for(device)  # last, since it replaces kernels of torch
+    return factories
 
 
 @torch.inference_mode()
@@ -322,22 +356,26 @@ def create_backend(report: AttentionReport, shape: AttentionShape, device: torch
     """Creates the backend that another rank has chosen, without measuring."""
     if report.chosen == FALLBACK:
         return SdpaGather()
-    backend = gpu_factories(shape, device)[report.chosen]()
+    factories = gpu_factories(shape, device)
+    backend = factories[report.for_chains]()
+    if report.for_trees:
+        backend = ChainsAndTrees(backend, factories[report.for_trees]())
     Trial(shape, device).build(backend, report.takes_trees)
     return backend
 
 
 @torch.inference_mode()
 def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionBackend, AttentionReport]:
-    """Measures the backends on a GPU and returns the fastest correct one. Only `SdpaGather` works on a CPU, or supports
-    scores that are not plain.
+    """Measures the backends on a GPU and returns the fastest correct one, by default `paged`.
+
+    Only `SdpaGather` works on a CPU, or supports scores that are neither plain nor capped.
     """
-    if device.type != "cuda" or not shape.plain:
+    if device.type != "cuda" or not (shape.plain or shape.capped):
         return SdpaGather(), AttentionReport(SdpaGather.name)
     trial = Trial(shape, device)
     backend, report = fastest(gpu_factories(shape, device), trial, TOLERANCE[shape.dtype])
     trial.build(backend, report.takes_trees)
-    if backend.name != "varlen":
+    if not backend.name.startswith("varlen"):
         restore_flash_attention_impl(_raise_warn=False)
     if report.is_fallback:
         log.error("%s", fallback_warning(report))
@@ -346,12 +384,8 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[Atten
 
 def fallback_warning(report: AttentionReport) -> str:
     """Returns the warning that a GPU uses the slow fallback, with the reason against each other backend."""
-    others = (
-        f"{one.name}: {one.refused or f'slower, {one.step_ms:.2f} ms'}"
-        for one in report.tried
-        if one.name != report.chosen
-    )
+    refused = "; ".join(f"{one.name}: {one.refused}" for one in report.tried if one.refused)
     return (
-        "attention on this GPU uses gathered, which copies all keys and values in every layer; use flashinfer, flex or"
-        f" varlen. Install what is missing: {'; '.join(others)}"
+        "attention on this GPU uses gathered, which copies all keys and values in every layer; install what the others"
+        f" miss: {refused}"
     )

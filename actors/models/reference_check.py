@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -349,7 +349,8 @@ class _CheckedRank:
                 raise _WrongError(f"layer {call.layer} has a sliding window by its config, but attends without one")
             if window is not None and not self._shape.slides:
                 raise _WrongError(f"layer {call.layer} attends with a window, but its config has none")
-            if self._shape.plain and not call.options.is_plain:
+            options = replace(call.options, softcap=None) if self._shape.capped else call.options
+            if (self._shape.plain or self._shape.capped) and not options.is_plain:
                 raise _WrongError(f"layer {call.layer} bounds or biases scores, or has sinks, where none are planned")
 
 

@@ -2,14 +2,15 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from actors.attention import AttentionBackend
+from actors.attention import AttentionBackend, ScoreOptions
 from actors.attention.flashinfer import flashinfer_for
-from actors.attention.flex import flex_for
+from actors.attention.paged import StepSizes, paged_for, step_integers, step_tensors
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import BACKEND_ERRORS, TOLERANCE, AttentionShape, Trial, choose_attention
 from actors.attention.varlen import varlen_for
@@ -28,9 +29,9 @@ pytestmark = pytest.mark.gpu
 PAGE_SIZE = 16
 SHAPE = AttentionShape(layers=2, heads=8, kv_heads=2, head_dim=64, page_size=PAGE_SIZE, dtype=torch.bfloat16)
 LIBRARIES: dict[str, Callable[[torch.device], AttentionBackend]] = {
+    "paged": paged_for,
     "flashinfer": flashinfer_for,
     "varlen": varlen_for,
-    "flex": lambda _: flex_for(PAGE_SIZE),
 }
 
 
@@ -48,10 +49,64 @@ def test_each_installed_library_attends_as_gathering_does(name, device):
         torch.testing.assert_close(trial.attend(backend, window), expected, atol=tolerance, rtol=tolerance)
 
 
+@torch.inference_mode()
+def test_trees_and_soft_caps_of_the_own_kernel_are_those_of_gathering(device):
+    tolerance = TOLERANCE[SHAPE.dtype]
+    trial = Trial(replace(SHAPE, plain=False, capped=True), device)
+    for window in trial.windows:
+        expected = trial.attend(SdpaGather(), window, trees=True)
+        found = trial.attend(paged_for(device), window, trees=True)
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@torch.inference_mode()
+def test_a_captured_kernel_serves_other_steps_with_the_bits_of_each_row_alone(device):
+    """Also compares partial results with one pass. Padding holds NaN queries and invalid pages."""
+    from actors.attention.paged_kernel import attend
+
+    generator = torch.Generator(device).manual_seed(3)
+    pool = torch.randn(300 * PAGE_SIZE, 4, 64, generator=generator, device=device).bfloat16()
+    query = torch.full((64, 8, 64), torch.nan, device=device).bfloat16()
+    sizes = StepSizes(64, 8, 100)
+    pages = tuple(range(300))
+    steps = [
+        [InputRow((1,) * 5, 700, 1, pages), InputRow((1,), 1300, 1, pages[::-1])],
+        [InputRow((1,) * 4, 90, 1, pages[7:], (-1, 0, -1)), InputRow((1,) * 40, 600, 1, pages[9:])],
+    ]
+
+    def numbers(rows: list[InputRow]) -> list[torch.Tensor]:
+        return [torch.tensor(part, device=device) for part in step_integers(rows, PAGE_SIZE, sizes)]
+
+    fixed = numbers(steps[0])
+    step = step_tensors(fixed, sizes)
+    attend(step, query, pool, PAGE_SIZE, ScoreOptions())  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend(step, query, pool, PAGE_SIZE, ScoreOptions())
+    for rows in steps:
+        total = sum(len(row.tokens) for row in rows)
+        query.fill_(torch.nan)[:total] = torch.randn(total, 8, 64, generator=generator, device=device)
+        for part, contents in zip(fixed, numbers(rows), strict=True):
+            part.copy_(contents)
+        step.block_table[len(rows) :] = 10**12
+        graph.replay()
+        assert captured[total:].eq(0).all()
+        assert torch.equal(captured, attend(step, query, pool, PAGE_SIZE, ScoreOptions(), workspace_bytes=0))
+        begin = 0
+        for row in rows:
+            own = slice(begin, begin + len(row.tokens))
+            alone = step_tensors(
+                [torch.tensor(part, device=device) for part in step_integers([row], PAGE_SIZE, sizes)], sizes
+            )
+            padded = torch.cat([query[own], query[: 64 - len(row.tokens)]])
+            assert torch.equal(captured[own], attend(alone, padded, pool, PAGE_SIZE, ScoreOptions())[: len(row.tokens)])
+            begin = own.stop
+
+
 def test_the_selection_reports_all_trials(device):
     backend, report = choose_attention(SHAPE, device)
     assert report.chosen == backend.name
-    assert [tried.name for tried in report.tried] == ["gathered", "flashinfer", "flex", "varlen"]
+    assert [tried.name for tried in report.tried] == ["gathered", "paged", "flashinfer", "varlen"]
     assert all((tried.step_ms is None) == bool(tried.refused) for tried in report.tried)
 
 

@@ -156,7 +156,7 @@ def test_every_family_has_a_description(clock: Clock) -> None:
 
 
 def test_attention_fallbacks_on_gpus_are_counted() -> None:
-    tried = (TriedBackend("gathered", 3.0), TriedBackend("flex", None, "RuntimeError: no compiler"))
+    tried = (TriedBackend("gathered", 3.0), TriedBackend("paged", None, "RuntimeError: no compiler"))
     slow = AttentionReport("gathered", tried)
     on_a_cpu = AttentionReport("gathered")
     assert attention_counts([slow, slow, on_a_cpu]) == {"slipstream_attention_fallbacks": {"gathered": 2}}

@@ -10,17 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 
 from actors.attention import Alibi, AttentionBackend, ScoreOptions, pages_of
 from actors.attention.batch import exact_batch
 from actors.attention.flashinfer import FlashInfer
-from actors.attention.flex import Flex
 from actors.attention.sdpa_gather import SdpaGather, SdpaGatherPlan
 from actors.attention.varlen import Varlen
 from actors.compute.kv_cache import InputRow, PagedCache
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
 from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen
+from tests.unit.actors.attention.triton_interpreter import interpreted_paged
 from tests.unit.trees import grown
 
 PAGE_SIZE = 4
@@ -33,7 +32,7 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "gathered": SdpaGather,
     "flashinfer": lambda: FlashInfer(FLASHINFER, CPU),
     "varlen": lambda: Varlen(varlen),
-    "flex": lambda: Flex(flex_attention),
+    "paged": interpreted_paged,
 }
 
 
@@ -136,7 +135,7 @@ def plain_tree_attention(
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 4])
-@pytest.mark.parametrize("name", ["gathered", "flashinfer", "flex"])
+@pytest.mark.parametrize("name", ["gathered", "flashinfer", "paged"])
 def test_a_tree_node_attends_to_its_path_and_the_tokens_before_the_tree(name, window):
     """The test compares with separate paths, next to other rows and across page boundaries."""
     backend = BACKENDS[name]()
@@ -233,7 +232,7 @@ def test_positions_of_a_tree_are_by_depth_and_a_chain_is_no_exception():
     assert a_tree_row((0, 1, 2), 3, 2, DraftTree.chain((5, 6))).positions == a_row((0, 1, 2), 3, 4).positions
 
 
-@pytest.mark.parametrize("name", ["gathered", "flashinfer", "flex"])
+@pytest.mark.parametrize("name", ["gathered", "flashinfer", "paged"])
 def test_as_many_nodes_as_a_block_may_have(name):
     """The mask supports every node number."""
     cache = a_cache(pages=40)
@@ -279,20 +278,6 @@ def test_a_mask_is_made_once_for_all_layers_and_not_at_all_where_everything_is_s
     assert single.mask(0, 2, None) is None
     assert single.mask(0, 2, 6) is None, "the window is not yet full"
     assert single.mask(0, 2, 5) is not None
-
-
-def test_flex_zeroes_slots_beyond_row_ends_and_nothing_else():
-    """The kernel multiplies masked values by 0, and 0 times NaN is NaN."""
-    cache = a_cache(pages=6)
-    query, new = random_input(7, 3 + 4)
-    exact_batch([a_row((5, 2), 3, 3), a_row((4,), 0, 4)], cache, Flex(flex_attention)).attend(
-        0, query, new, ScoreOptions()
-    )
-    keys, _ = pages_of(cache.layer(0, KV_HEADS, HEAD_DIM), PAGE_SIZE)
-    assert keys[2, 2:].eq(0).all()
-    torch.testing.assert_close(keys[2, :2], new[1:3, :KV_HEADS])
-    torch.testing.assert_close(keys[4], new[3:, :KV_HEADS])
-    assert keys[[0, 1, 3]].eq(1e3).all()
 
 
 def test_keys_and_values_of_a_pool_are_views():

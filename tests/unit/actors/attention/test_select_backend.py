@@ -8,13 +8,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
-from torch.nn.attention.flex_attention import flex_attention
 
 from actors.attention import AttentionBackend, ScoreOptions
 from actors.attention.batch import exact_batch
 from actors.attention.flashinfer import FlashInfer
-from actors.attention.flex import Flex, compiled
 from actors.attention.sdpa_gather import SdpaGather, SdpaGatherPlan
 from actors.attention.select_backend import (
     AttentionReport,
@@ -29,6 +26,7 @@ from actors.attention.select_backend import (
 from actors.attention.varlen import Varlen
 from actors.compute.kv_cache import InputRow, PagedCache
 from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen
+from tests.unit.actors.attention.triton_interpreter import interpreted_paged
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(layers=2, heads=4, kv_heads=2, head_dim=8, page_size=16, dtype=torch.float32)
@@ -121,13 +119,13 @@ def test_an_error_that_is_no_refusal_is_not_swallowed():
 def test_a_backend_that_is_wrong_about_trees_serves_without_them():
     """Wrong logits must not decide trees, but such a kernel is still useful for chains."""
 
-    class TreeIgnoringFlex(Flex):
+    class TreeIgnoringGather(SdpaGather):
         name = "blind"
 
         def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> SdpaGatherPlan:
             return SdpaGatherPlan([replace(row, parents=()) for row in rows], cache)
 
-    _, report = fastest({"blind": lambda: TreeIgnoringFlex(flex_attention)}, Trial(SHAPE, CPU), 1e-4, getting_faster())
+    _, report = fastest({"blind": TreeIgnoringGather}, Trial(SHAPE, CPU), 1e-4, getting_faster())
     assert (report.chosen, report.takes_trees) == ("blind", False)
     assert "off by" in report.tried[1].no_trees
 
@@ -192,64 +190,82 @@ def test_followers_create_the_backend_of_the_leader_without_measuring(monkeypatc
     assert type(create_backend(AttentionReport("gathered"), SHAPE, CPU)) is SdpaGather
     with pytest.raises(ImportError, match="no such library"):
         create_backend(AttentionReport("absent"), SHAPE, CPU)
+    makes["other"] = lambda: TimedBackend("other", clock, 1.0)
+    combined = create_backend(AttentionReport("quick, other for trees", for_trees="other"), SHAPE, CPU)
+    assert combined.name == "quick, other for trees"
 
 
-def test_flex_on_a_cpu_is_refused_for_it_reads_the_whole_pool():
-    """Uncompiled flex attention multiplies the whole pool, including other sessions' values."""
-    _, report = fastest({"flex": lambda: Flex(flex_attention)}, Trial(SHAPE, CPU), 1e-4, Clock())
-    assert "off by nan" in report.tried[1].refused
+def test_trees_are_served_by_the_fastest_backend_that_takes_them():
+    """The fastest kernel for chains may not support masks."""
+    clock = Clock()
+
+    class ChainsOnly(TimedBackend):
+        takes_trees = False
+
+    makes = {
+        "slow": lambda: TimedBackend("slow", clock, 3.0),
+        "paged": lambda: TimedBackend("paged", clock, 2.0),
+        "varlen": lambda: ChainsOnly("varlen", clock, 1.0),
+    }
+    trial = Trial(SHAPE, CPU)
+    backend, report = fastest(makes, trial, 1e-4, clock)
+    assert (report.chosen, report.takes_trees) == ("varlen, paged for trees", True)
+    assert backend.takes_trees
+    for trees, seconds in ((False, 1.0), (True, 2.0)):
+        before = clock.now
+        trial.attend(backend, None, trees)
+        assert clock.now - before == seconds
 
 
-def steps_of_a_server() -> list[list[InputRow]]:
-    """Returns prompts and blocks in an order that differs from the trial's."""
-    pages = tuple(range(40))
-    tree = (-1, 0, 0, 1, 1, 3)
-    blocks = [InputRow((1,) * (1 + at % 4), 13 * at + 2, 0, pages) for at in range(12)]
-    trees = [InputRow((1,) * (1 + at % 6), 7 * at + 3, 0, pages, tree[: at % 6]) for at in range(1, 9)]
-    prompts = [InputRow((1,) * length, 0, 0, pages) for length in (1, 2, 17, 129, 400)]
-    alone = [[row] for row in (*prompts, *blocks[:4], *trees)]
-    return [*alone, blocks, trees, blocks + trees, [*blocks, prompts[3]], [*trees, prompts[4]], [*prompts, *blocks]]
+def test_a_slow_correct_backend_is_preferred_to_gathering():
+    """Gathering copies memory in proportion to the context, which the trial's contexts hardly show."""
+    clock = Clock()
+    _, report = fastest({"slow": lambda: TimedBackend("slow", clock, 9.0)}, Trial(SHAPE, CPU), 1e-4, clock)
+    assert (report.chosen, report.is_fallback) == ("slow", False)
 
 
-def test_flex_kernels_are_compiled_before_serving(monkeypatch):
-    """A kernel takes seconds to build, which would delay all sessions of a replica."""
-    torch.compiler.reset()
-    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
-    built = CompileCounter()
-    backend = Flex(compiled(built))
-    with torch.inference_mode():
-        Trial(SHAPE, CPU).build(backend, trees=True)
-        before = built.frame_count
-        assert before <= 32, "few, for each costs time at a start"
-        cache = PagedCache(64, SHAPE.page_size, SHAPE.dtype, CPU)
-        for rows in steps_of_a_server():
-            total = sum(len(row.tokens) for row in rows)
-            fused = torch.zeros(total, SHAPE.heads + 2 * SHAPE.kv_heads, SHAPE.head_dim)
-            query, new = fused.split([SHAPE.heads, 2 * SHAPE.kv_heads], dim=1)
-            for window in (None, 20):
-                exact_batch(rows, cache, backend).attend(0, query, new, ScoreOptions(0.3, window))
-    assert built.frame_count == before
+def test_a_capped_model_is_tried_with_soft_caps():
+    class Uncapped(SdpaGather):
+        name = "uncapped"
+
+        def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> SdpaGatherPlan:
+            class Plan(SdpaGatherPlan):
+                def __call__(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
+                    return super().__call__(query, pool, replace(options, softcap=None))
+
+            return Plan(rows, cache)
+
+    trial = Trial(replace(SHAPE, plain=False, capped=True), CPU)
+    _, report = fastest({"uncapped": Uncapped, "own": SdpaGather}, trial, 1e-4, Clock())
+    assert "off by" in report.tried[1].refused
+    assert report.tried[2].refused == ""
+
+
+def test_the_trial_accepts_the_triton_kernel():
+    make = interpreted_paged
+    make()  # skips without Triton
+    for shape in (SHAPE, replace(SHAPE, plain=False, capped=True)):
+        _, report = fastest({"paged": make}, Trial(replace(shape, layers=1), CPU), 1e-4, Clock())
+        assert (report.chosen, report.takes_trees, report.tried[1].refused) == ("paged", True, "")
 
 
 def test_gathering_on_a_gpu_is_a_fallback_that_names_the_missing_library():
     own = TriedBackend("gathered", 3.0)
     missing = TriedBackend("flashinfer", None, "ImportError: no such library")
-    slower = TriedBackend("flex", 4.0)
-    report = AttentionReport("gathered", (own, missing, slower))
+    wrong = TriedBackend("paged", None, "ValueError: off")
+    report = AttentionReport("gathered", (own, missing, wrong))
     assert report.is_fallback
-    assert fallback_warning(report).endswith(
-        "Install what is missing: flashinfer: ImportError: no such library; flex: slower, 4.00 ms"
-    )
+    assert fallback_warning(report).endswith("flashinfer: ImportError: no such library; paged: ValueError: off")
 
 
 def test_a_backend_is_no_fallback_without_a_rejected_alternative():
     assert not AttentionReport("gathered").is_fallback, "on a CPU"
-    assert not AttentionReport("flex", (TriedBackend("gathered", 3.0), TriedBackend("flex", 1.0))).is_fallback
+    assert not AttentionReport("paged", (TriedBackend("gathered", 3.0), TriedBackend("paged", 1.0))).is_fallback
 
 
 def test_a_fallback_is_an_error_in_the_log(monkeypatch, caplog):
     report = AttentionReport(
-        "gathered", (TriedBackend("gathered", 3.0), TriedBackend("flex", None, "RuntimeError: no compiler"))
+        "gathered", (TriedBackend("gathered", 3.0), TriedBackend("paged", None, "RuntimeError: no compiler"))
     )
     monkeypatch.setattr("actors.attention.select_backend.fastest", lambda *_: (SdpaGather(), report))
     monkeypatch.setattr("actors.attention.select_backend.Trial", lambda *_: Mock())

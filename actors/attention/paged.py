@@ -1,0 +1,137 @@
+"""Attention by this project's Triton kernel: pages in place, chains and trees, and padded steps of fixed shape.
+
+The kernel reads a step from `StepTensors` only, so a captured CUDA graph can replay it: sizes and grid depend on the
+tensors' shapes, never on their contents. `PagedPlan` fills these tensors from a step's rows.
+
+Triton comes with torch's CUDA builds. Only `paged_for` imports it, and only for a GPU or Triton's interpreter
+(TRITON_INTERPRET=1).
+"""
+
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from actors.attention import ScoreOptions
+from actors.compute.kv_cache import InputRow, PagedCache
+from protos.draft_tree import MAX_BLOCK_TOKENS
+
+WORD = 64  # nodes per word of ancestor bits
+WORDS = -(-MAX_BLOCK_TOKENS // WORD)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTensors:
+    """Rows of one step on the device: int64 tensors, padded to any number of tokens, rows and pages.
+
+    Padding tokens come last and have zeros; padding rows come last and start at the number of real tokens. Entries of
+    the block table beyond a row's end are never read.
+    """
+
+    positions: Tensor  # (tokens,): position of each token
+    prefixes: Tensor  # (tokens,): number of leading slots that the token attends to, all of them
+    stops: Tensor  # (tokens,): the token's own slot + 1; 0 for padding, whose result is 0
+    ancestors: Tensor  # (tokens, WORDS): bit i % WORD of word i // WORD is set if the token attends to slot prefix + i
+    row_starts: Tensor  # (rows + 1,): each row's first token, then the number of real tokens
+    block_table: Tensor  # (rows, pages): pages of each row, in order
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Shapes of a step's tensors."""
+
+    tokens: int
+    rows: int
+    pages: int  # per row
+
+    @classmethod
+    def of(cls, rows: Sequence[InputRow], page_size: int) -> "StepSizes":
+        """Returns the sizes without padding."""
+        pages = max(-(-row.end // page_size) for row in rows)
+        return cls(sum(len(row.tokens) for row in rows), len(rows), pages)
+
+
+def step_integers(rows: Sequence[InputRow], page_size: int, sizes: StepSizes) -> list[list[int]]:
+    """Returns the contents of `StepTensors`, flat and in order, with padding to `sizes`."""
+    assert StepSizes.of(rows, page_size).tokens <= sizes.tokens, "more tokens than the step has"
+    assert len(rows) <= sizes.rows, "more rows than the step has"
+    used = [row.pages[: -(-row.end // page_size)] for row in rows]
+    starts = [0, *accumulate(len(row.tokens) for row in rows)]
+    return [
+        _padded([at for row in rows for at in row.positions], sizes.tokens),
+        _padded([at + 1 for row in rows for at in row.seen], sizes.tokens),
+        _padded([at + 1 for row in rows for at in row.slots], sizes.tokens),
+        _padded([word for row in rows for word in _ancestor_words(row)], sizes.tokens * WORDS),
+        _padded(starts, sizes.rows + 1, starts[-1]),
+        _padded([page for pages in used for page in _padded(pages, sizes.pages)], sizes.rows * sizes.pages),
+    ]
+
+
+def step_tensors(parts: Sequence[Tensor], sizes: StepSizes) -> StepTensors:
+    """Returns views of device tensors that hold the lists of `step_integers`."""
+    positions, prefixes, stops, ancestors, row_starts, block_table = parts
+    return StepTensors(
+        positions, prefixes, stops, ancestors.view(-1, WORDS), row_starts, block_table.view(sizes.rows, sizes.pages)
+    )
+
+
+class AttendStep(Protocol):
+    """Signature of `paged_kernel.attend`."""
+
+    def __call__(
+        self, step: StepTensors, query: Tensor, pool: Tensor, page_size: int, options: ScoreOptions
+    ) -> Tensor: ...
+
+
+class Paged:
+    """Backend over a kernel."""
+
+    name = "paged"
+    takes_trees = True
+
+    def __init__(self, attend: AttendStep) -> None:
+        self._attend = attend
+
+    def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> "PagedPlan":
+        return PagedPlan(rows, cache.page_size, self._attend)
+
+
+class PagedPlan:
+    """Makes one call per layer for all rows, without padding."""
+
+    def __init__(self, rows: Sequence[InputRow], page_size: int, attend: AttendStep) -> None:
+        self._attend = attend
+        self._page_size = page_size
+        self._sizes = StepSizes.of(rows, page_size)
+        self.integers = step_integers(rows, page_size, self._sizes)
+
+    def place(self, parts: Sequence[Tensor]) -> None:
+        self._step = step_tensors(parts, self._sizes)
+
+    def __call__(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
+        return self._attend(self._step, query, pool, self._page_size, options)
+
+
+def paged_for(device: torch.device) -> Paged:
+    """Creates the backend. Raises ImportError without Triton, RuntimeError for GPUs that cannot multiply bfloat16."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise RuntimeError("the kernel needs compute capability 8.0; use flashinfer")
+    return Paged(importlib.import_module("actors.attention.paged_kernel").attend)
+
+
+def _ancestor_words(row: InputRow) -> Iterable[int]:
+    """Yields WORDS signed words per token: the nodes on its path, 0 for a token before the tree."""
+    yield from [0] * (WORDS * (len(row.tokens) - len(row.parents)))
+    for path in row.tree.paths:
+        bits = sum(1 << node for node in path)
+        for word in range(WORDS):
+            part = (bits >> (WORD * word)) & ((1 << WORD) - 1)
+            yield part - (part >> (WORD - 1) << WORD)
+
+
+def _padded(numbers: Sequence[int], count: int, padding: int = 0) -> list[int]:
+    return [*numbers, *[padding] * (count - len(numbers))]
