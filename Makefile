@@ -56,7 +56,8 @@ test-gpu: setup
 
 # The Triton kernel in Triton's interpreter, and compiled for several GPUs; needs no GPU.
 test-triton: setup .triton/.complete
-	PYTHONPATH=.triton TRITON_INTERPRET=1 $(BIN)/pytest tests/unit/actors/attention -rs --numprocesses 2 --dist worksteal
+	PYTHONPATH=.triton TRITON_INTERPRET=1 $(BIN)/pytest tests/unit/actors/attention tests/unit/actors/engine/test_static_step.py -rs \
+		--numprocesses 2 --dist worksteal
 	PYTHONPATH=.triton $(BIN)/python -m tests.unit.actors.attention.compile_kernels
 
 # Triton takes 1 GB. This version comes with torch's CUDA build.

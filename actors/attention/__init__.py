@@ -54,12 +54,24 @@ class ScoreOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class StepShape:
-    """Sizes of a padded step, which determine the shapes of all its tensors."""
+class StepSizes:
+    """Sizes of a step's attention."""
 
     tokens: int
     rows: int
-    pages: int  # of each page table
+    pages: int  # per row
+
+    @classmethod
+    def of(cls, rows: Sequence[InputRow], page_size: int) -> "StepSizes":
+        """Returns the sizes without padding."""
+        pages = max(-(-row.end // page_size) for row in rows)
+        return StepSizes(sum(len(row.tokens) for row in rows), len(rows), pages)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape(StepSizes):
+    """Sizes of a padded step, which determine the shapes of all its tensors."""
+
     positions: int  # with logits
     sampled: int  # positions that are sampled rather than decided by the largest logit
 

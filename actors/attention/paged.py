@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from actors.attention import ScoreOptions
+from actors.attention import ScoreOptions, StepShape, StepSizes
 from actors.compute.kv_cache import InputRow, PagedCache
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
@@ -40,24 +40,9 @@ class StepTensors:
     block_table: Tensor  # (rows, pages): pages of each row, in order
 
 
-@dataclass(frozen=True, slots=True)
-class StepSizes:
-    """Shapes of a step's tensors."""
-
-    tokens: int
-    rows: int
-    pages: int  # per row
-
-    @classmethod
-    def of(cls, rows: Sequence[InputRow], page_size: int) -> "StepSizes":
-        """Returns the sizes without padding."""
-        pages = max(-(-row.end // page_size) for row in rows)
-        return cls(sum(len(row.tokens) for row in rows), len(rows), pages)
-
-
 def step_integers(rows: Sequence[InputRow], page_size: int, sizes: StepSizes) -> list[list[int]]:
     """Returns the contents of `StepTensors`, flat and in order, with padding to `sizes`."""
-    assert StepSizes.of(rows, page_size).tokens <= sizes.tokens, "more tokens than the step has"
+    assert sum(len(row.tokens) for row in rows) <= sizes.tokens, "more tokens than the step has"
     assert len(rows) <= sizes.rows, "more rows than the step has"
     used = [row.pages[: -(-row.end // page_size)] for row in rows]
     starts = [0, *accumulate(len(row.tokens) for row in rows)]
@@ -97,17 +82,20 @@ class Paged:
         self._attend = attend
 
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> "PagedPlan":
-        return PagedPlan(rows, cache.page_size, self._attend)
+        return PagedPlan(rows, cache.page_size, StepSizes.of(rows, cache.page_size), self._attend)
+
+    def padded_plan(self, rows: Sequence[InputRow], cache: PagedCache, shape: StepShape) -> "PagedPlan":
+        return PagedPlan(rows, cache.page_size, shape, self._attend)
 
 
 class PagedPlan:
-    """Makes one call per layer for all rows, without padding."""
+    """Makes one call per layer for all rows, padded to `sizes`."""
 
-    def __init__(self, rows: Sequence[InputRow], page_size: int, attend: AttendStep) -> None:
+    def __init__(self, rows: Sequence[InputRow], page_size: int, sizes: StepSizes, attend: AttendStep) -> None:
         self._attend = attend
         self._page_size = page_size
-        self._sizes = StepSizes.of(rows, page_size)
-        self.integers = step_integers(rows, page_size, self._sizes)
+        self._sizes = sizes
+        self.integers = step_integers(rows, page_size, sizes)
 
     def place(self, parts: Sequence[Tensor]) -> None:
         self._step = step_tensors(parts, self._sizes)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from actors.attention import AttentionBackend, PaddedBackend, StepShape
 from actors.attention.batch import PackedStep, RaggedBatch
-from actors.attention.padded import TREE_NODES
 from actors.compute.kv_cache import InputRow, PagedCache
 from actors.models.decoder import Decoder, ForwardOutput, LlamaDecoder
 from actors.sampling.draws import NO_DRAWS, Draws
@@ -90,7 +89,7 @@ class Buckets:
         at = bisect_left(self.tokens, total)
         if at == len(self.tokens) or len(rows) > self.rows:
             return None
-        if any(len(row.parents) > TREE_NODES or row.states is not None for row in rows):
+        if any(row.states is not None for row in rows):
             return None
         return self._shape(self.tokens[at], bool(draws.sampled))
 

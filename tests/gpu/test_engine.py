@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from actors.attention import AttentionBackend, ScoreOptions
+from actors.attention import AttentionBackend, ScoreOptions, StepSizes
 from actors.attention.flashinfer import flashinfer_for
-from actors.attention.paged import StepSizes, paged_for, step_integers, step_tensors
+from actors.attention.paged import paged_for, step_integers, step_tensors
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import BACKEND_ERRORS, TOLERANCE, AttentionShape, Trial, choose_attention
 from actors.attention.varlen import varlen_for

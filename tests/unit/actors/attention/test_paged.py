@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.attention import AttentionBackend, ScoreOptions
+from actors.attention import AttentionBackend, ScoreOptions, StepSizes
 from actors.attention.batch import exact_batch
-from actors.attention.paged import Paged, StepSizes, step_integers, step_tensors
+from actors.attention.paged import Paged, step_integers, step_tensors
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import TOLERANCE
 from actors.compute.kv_cache import InputRow, PagedCache

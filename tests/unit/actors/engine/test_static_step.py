@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actors.attention import PaddedBackend
 from actors.attention.padded import PaddedSdpa
 from actors.compute.kv_cache import InputRow
 from actors.engine.runner import ModelRunner
 from actors.engine.static_step import Buckets, Capture, Recording
 from actors.models.decoder import ForwardOutput
 from actors.sampling.draws import Draws
+from tests.unit.actors.attention.triton_interpreter import interpreted_paged
 from tests.unit.actors.tiny_models import MODELS, VOCABULARY, twins
 from tests.unit.trees import grown
 
@@ -61,10 +63,10 @@ class Overwriting:
 class Twins:
     """Runners of equal models: one with exact steps, one with captured steps."""
 
-    def __init__(self, name: str, capture: Capture) -> None:
+    def __init__(self, name: str, capture: Capture, backend: PaddedBackend | None = None) -> None:
         model, twin = twins(MODELS[name], seed=3)
         self.exact = poisoned(model)
-        self.static = poisoned(twin, attention=PaddedSdpa(), recording=Recording(BUCKETS, capture))
+        self.static = poisoned(twin, attention=backend or PaddedSdpa(), recording=Recording(BUCKETS, capture))
 
     def check(self, rows: Sequence[InputRow], draws: Draws) -> list[int]:
         """Asserts that both runners compute the same step; returns the drawn tokens."""
@@ -138,6 +140,16 @@ def test_the_cache_of_other_rows_stays_as_it_is(pair):
     pair.check([InputRow((9,), 0, 1, table[1][:1]), InputRow((8, 3, 2), 0, 3, table[2][:1])], Draws())
     again = InputRow((7,), 2, 1, table[0][:1])
     assert pair.check([again], Draws()) == before[-1:]
+
+
+def test_the_triton_kernel_serves_captured_steps():
+    pair = Twins("llama", Overwriting(), interpreted_paged())
+    rng = Random(5)
+    table = tables(rng)
+    lengths = [0] * SESSIONS
+    for _ in range(6):
+        rows = a_step(rng, lengths, table)
+        pair.check(rows, some_draws(rng, rows))
 
 
 class CountedCapture:
