@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import restore_flash_attention_impl
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.attention import AttentionBackend, AttentionPlan, ScoreOptions
+from actors.attention import AttentionBackend, AttentionPlan, PaddedBackend, ScoreOptions
 from actors.attention.batch import exact_batch
 from actors.attention.flashinfer import flashinfer_for
 from actors.attention.paged import paged_for
@@ -275,16 +275,21 @@ class ChainsAndTrees:
 
 
 def fastest(
-    factories: Mapping[str, Make], trial: Trial, tolerance: float, clock: Callable[[], float] = time.perf_counter
+    factories: Mapping[str, Make],
+    trial: Trial,
+    tolerance: float,
+    clock: Callable[[], float] = time.perf_counter,
+    captures: bool = False,
 ) -> tuple[AttentionBackend, AttentionReport]:
     """Returns the fastest correct backend; if it does not support trees, the fastest that does serves these.
 
-    `SdpaGather` is the reference, and the result only if no backend is correct.
+    If steps are to be captured, backends that support this come first, since a captured step saves more time than any
+    kernel. `SdpaGather` is the reference, and the result only if no backend is correct.
     """
     reference = SdpaGather()
     tried = [TriedBackend(reference.name, _step_ms(reference, trial, clock))]
-    correct: list[tuple[float, AttentionBackend]] = []
-    takes_trees: list[tuple[float, AttentionBackend]] = []
+    correct: list[tuple[bool, float, AttentionBackend]] = []
+    takes_trees: list[tuple[bool, float, AttentionBackend]] = []
     for name, make in factories.items():
         try:
             backend = make()
@@ -294,16 +299,16 @@ def fastest(
             tried.append(TriedBackend(name, None, f"{type(error).__name__}: {error}"))
             continue
         tried.append(TriedBackend(name, step_ms, no_trees=_no_trees(backend, trial, reference, tolerance)))
-        correct.append((step_ms, backend))
+        correct.append((captures and not isinstance(backend, PaddedBackend), step_ms, backend))
         if not tried[-1].no_trees:
-            takes_trees.append((step_ms, backend))
+            takes_trees.append(correct[-1])
     if not correct:
         return reference, AttentionReport(reference.name, tuple(tried))
-    best = min(correct, key=lambda one: one[0])
+    best = min(correct, key=lambda one: one[:2])
     if takes_trees and best not in takes_trees:
-        combined = ChainsAndTrees(best[1], min(takes_trees, key=lambda one: one[0])[1])
+        combined = ChainsAndTrees(best[2], min(takes_trees, key=lambda one: one[:2])[2])
         return combined, AttentionReport(combined.name, tuple(tried), for_trees=combined.for_trees)
-    return best[1], AttentionReport(best[1].name, tuple(tried), bool(takes_trees))
+    return best[2], AttentionReport(best[2].name, tuple(tried), bool(takes_trees))
 
 
 def _no_trees(backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float) -> str:
@@ -365,7 +370,9 @@ def create_backend(report: AttentionReport, shape: AttentionShape, device: torch
 
 
 @torch.inference_mode()
-def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionBackend, AttentionReport]:
+def choose_attention(
+    shape: AttentionShape, device: torch.device, captures: bool = False
+) -> tuple[AttentionBackend, AttentionReport]:
     """Measures the backends on a GPU and returns the fastest correct one, by default `paged`.
 
     Only `SdpaGather` works on a CPU, or supports scores that are neither plain nor capped.
@@ -373,7 +380,7 @@ def choose_attention(shape: AttentionShape, device: torch.device) -> tuple[Atten
     if device.type != "cuda" or not (shape.plain or shape.capped):
         return SdpaGather(), AttentionReport(SdpaGather.name)
     trial = Trial(shape, device)
-    backend, report = fastest(gpu_factories(shape, device), trial, TOLERANCE[shape.dtype])
+    backend, report = fastest(gpu_factories(shape, device), trial, TOLERANCE[shape.dtype], captures=captures)
     trial.build(backend, report.takes_trees)
     if not backend.name.startswith("varlen"):
         restore_flash_attention_impl(_raise_warn=False)

@@ -111,7 +111,7 @@ def draft_with(
     bytes_each = page_bytes(model, page_size)
     share = draft.resources.gpu_share
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share)
-    attention, _ = choose_attention(attention_shape(model, page_size), model.device)
+    attention, _ = choose_attention(attention_shape(model, page_size), model.device, captures=True)
     # A session has a row for each possible outcome of its verdict.
     buckets = Buckets.for_sessions(min(OUTCOME_ROWS * draft.max_sessions, MAX_ROWS), setup.max_context, page_size)
     runner = ModelRunner(

@@ -223,7 +223,7 @@ class Rank:
             self._attention = invariant_attention(shape)
             return AttentionReport(SdpaGather.name)
         if self._index == 0:
-            self._attention, report = choose_attention(shape, self._device)
+            self._attention, report = choose_attention(shape, self._device, captures=self._spec.ranks == 1)
             return from_leader(report) if self._group.size > 1 else report
         report = from_leader(AttentionReport(SdpaGather.name))
         self._attention = create_backend(report, shape, self._device)

@@ -216,6 +216,21 @@ def test_trees_are_served_by_the_fastest_backend_that_takes_them():
         assert clock.now - before == seconds
 
 
+def test_a_backend_that_can_be_captured_is_preferred_if_steps_are_captured():
+    clock = Clock()
+
+    class Padded(TimedBackend):
+        def padded_plan(self, *_: object) -> None: ...
+
+    factories = {
+        "quick": lambda: TimedBackend("quick", clock, 1.0),
+        "padded": lambda: Padded("padded", clock, 3.0),
+    }
+    for captures, chosen in ((False, "quick"), (True, "padded")):
+        _, report = fastest(factories, Trial(SHAPE, CPU), 1e-4, clock, captures=captures)
+        assert report.chosen == chosen
+
+
 def test_a_slow_correct_backend_is_preferred_to_gathering():
     """Gathering copies memory in proportion to the context, which the trial's contexts hardly show."""
     clock = Clock()
@@ -266,7 +281,7 @@ def test_a_fallback_is_an_error_in_the_log(monkeypatch, caplog):
     report = AttentionReport(
         "gathered", (TriedBackend("gathered", 3.0), TriedBackend("paged", None, "RuntimeError: no compiler"))
     )
-    monkeypatch.setattr("actors.attention.select_backend.fastest", lambda *_: (SdpaGather(), report))
+    monkeypatch.setattr("actors.attention.select_backend.fastest", lambda *_, **__: (SdpaGather(), report))
     monkeypatch.setattr("actors.attention.select_backend.Trial", lambda *_: Mock())
     choose_attention(SHAPE, torch.device("cuda"))
     assert [(record.levelname, "RuntimeError: no compiler" in record.message) for record in caplog.records] == [
