@@ -5,8 +5,9 @@ BIN := .venv/bin
 # The bench pins the target to one core and the drafter to another, which all other processes share.
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
-.PHONY: bench bench-clients chaos check demo docs image-steps model-table models page-pictures random_scenarios setup test \
-	test-browser test-clients test-exhaustive test-gpu test-hostile test-mutations test-triton test-vllm
+.PHONY: bench bench-clients chaos check demo docs gpu-bench-tiny image-steps model-table models page-pictures \
+	random_scenarios setup test test-browser test-clients test-exhaustive test-gpu test-hostile test-mutations \
+	test-triton test-vllm
 
 setup: .venv/.complete
 
@@ -49,6 +50,10 @@ chaos: models
 # A hundred thousand mutated messages at each service; about ten minutes.
 test-mutations: setup
 	$(BIN)/pytest tests/exhaustive/test_mutations.py -s --timeout 3600
+
+# All stages of the GPU benchmark on a CPU, with tiny shapes; a minute.
+gpu-bench-tiny: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/gpu_all.py --tiny --json "$$(mktemp)"
 
 # The engine on a CUDA device; skipped without one.
 test-gpu: setup

@@ -1,5 +1,6 @@
 """Imports benchmark scripts, which are not in a package."""
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -14,3 +15,12 @@ def script(name: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
+
+
+def module(name: str) -> ModuleType:
+    """Imports a module that finds its neighbours in `benchmarks`, as a script does."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCHMARKS))

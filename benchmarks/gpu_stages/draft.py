@@ -1,0 +1,161 @@
+"""Stage D: blocks of a draft model of 1B parameters, with eager and captured forwards, by products."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from pydantic import ValidationError
+
+from actors.attention.select_backend import attention_shape, choose_attention
+from actors.drafters.model.draft_cache import DraftCache
+from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.sampling import DraftingLimits
+from actors.drafters.products import Products, choose_products
+from actors.engine.runner import ModelRunner
+from actors.engine.static_step import Buckets, Recording
+from actors.models.decoder import decoder_for
+from cluster.config_sections import DraftModelOptions
+from cluster.errors import ModelError
+from gpu_stages.results import OUT_OF_TIME, Emit, Result, Setting, Unmeasured
+from gpu_stages.steps import (
+    CAPTURED,
+    EAGER,
+    NOT_PADDED,
+    PAGE_SIZE,
+    alternating_ms,
+    capturable,
+    capture_on,
+    copy_bandwidth,
+    launches,
+    sized_model,
+    weight_bytes,
+)
+from protos.messages import DraftRequest, Open
+from protos.prefix import Prefix
+
+QUANTIZATIONS = ("none", "int8", "fp8", "int4")
+SECONDS_EACH = 2.0  # for one block length
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Measured blocks."""
+
+    model: str
+    vocabulary: int
+    context: int
+    sessions: tuple[int, ...]
+    draft_tokens: tuple[int, ...]
+    repeats: int
+
+
+FULL = Sizes("1b", 128_256, 512, (1, 8, 32), (1, 3, 5, 8), 20)
+TINY = Sizes("tiny", 500, 20, (1, 3), (1, 3), 2)
+
+
+@dataclass(frozen=True)
+class DraftPass(Result):
+    """Medians of a pass that drafts one block per session. A captured pass replays one graph per forward."""
+
+    quantization: str
+    mode: str
+    sessions: int
+    draft_tokens: int
+    pass_ms: float
+    token_ms: float  # pass_ms / draft_tokens
+    floor_ms: float  # of a token: all weights read once at copy bandwidth
+    calls: int  # of a pass; see `Launches`
+    kernels: int | None
+
+
+def products_of(quantization: str, device: torch.device) -> Products | str:
+    """Returns the products of a quantization, or why they are not supported on this device."""
+    try:
+        DraftModelOptions(quantization=quantization)
+    except ValidationError:
+        return f"draft.draft_model.quantization has no {quantization}"
+    try:
+        return choose_products(quantization, "bfloat16", device)
+    except ModelError as error:
+        return str(error)
+
+
+def run(setting: Setting, emit: Emit) -> None:
+    sizes = TINY if setting.is_tiny else FULL
+    for quantization in QUANTIZATIONS:
+        products = products_of(quantization, setting.device)
+        if isinstance(products, str):
+            emit(Unmeasured(quantization, products))
+        else:
+            measure(quantization, products, sizes, setting, emit)
+
+
+def summary(results: Sequence[Result]) -> str:
+    passes = [one for one in results if isinstance(one, DraftPass) and one.sessions == 1 and one.draft_tokens == 3]
+    return "; ".join(f"{one.mode}, {one.quantization}: {one.token_ms:.2f} ms a token" for one in passes)
+
+
+def measure(quantization: str, products: Products, sizes: Sizes, setting: Setting, emit: Emit) -> None:
+    """Measures all block lengths with one kind of products."""
+    device = setting.device
+    model = sized_model(sizes.model, sizes.vocabulary, device, products.dtype)
+    bytes_each = weight_bytes(model) if quantization == "none" else weight_bytes(model) // model.dtype.itemsize
+    floor_ms = 1e3 * bytes_each / copy_bandwidth(device)
+    attention, _ = choose_attention(attention_shape(model, PAGE_SIZE), device)
+    padded = capturable(attention, device)
+    decoder = decoder_for(model, products.product)
+    each = -(-(sizes.context + max(sizes.draft_tokens) + 1) // PAGE_SIZE)
+    pages = (1 + max(sizes.sessions)) * each
+    token_ids = torch.arange(sizes.vocabulary, device=device)
+    limits = DraftingLimits(top_k=64)
+    eager = ModelRunner(model, pages, PAGE_SIZE, attention, decoder, is_checked=True)
+    drafts = {EAGER: DraftModel(eager, token_ids, DraftCache(pages, PAGE_SIZE), limits)}
+    if padded is None:
+        emit(Unmeasured(f"captured passes, {quantization}", NOT_PADDED.format(attention.name)))
+    else:
+        buckets = Buckets.for_sessions(max(sizes.sessions), each * PAGE_SIZE, PAGE_SIZE)
+        captured = ModelRunner(
+            model, pages, PAGE_SIZE, padded, decoder, is_checked=True, recording=Recording(buckets, capture_on(device))
+        )
+        drafts[CAPTURED] = DraftModel(captured, token_ids, DraftCache(pages, PAGE_SIZE), limits)
+    opens = [session(sizes, row) for row in range(max(sizes.sessions))]
+    for draft in drafts.values():
+        for opened in opens:
+            draft.open(opened)
+            draft.draft([request(opened, 1)])  # reads the prompt
+    for count in sizes.sessions:
+        for length in sizes.draft_tokens:
+            if not setting.has_time(0 if setting.is_tiny else SECONDS_EACH):
+                emit(Unmeasured(f"{quantization}, {count} sessions, {length} tokens, and all after it", OUT_OF_TIME))
+                return
+            requests = [request(opened, length) for opened in opens[:count]]
+            sides = {mode: partial(draft.draft, requests) for mode, draft in drafts.items()}
+            for mode, pass_ms in alternating_ms(sides, sizes.repeats).items():
+                counted = launches(sides[mode], device)
+                emit(
+                    DraftPass(
+                        quantization,
+                        mode,
+                        count,
+                        length,
+                        pass_ms,
+                        pass_ms / length,
+                        floor_ms,
+                        counted.calls,
+                        counted.kernels,
+                    )
+                )
+
+
+def session(sizes: Sizes, row: int) -> Open:
+    drawn = random.Random(row)
+    text = tuple(drawn.randrange(sizes.vocabulary) for _ in range(sizes.context))
+    return Open.measured(f"drafted {row}", text, sizes.context + 100, max(sizes.draft_tokens))
+
+
+def request(opened: Open, length: int) -> DraftRequest:
+    """Returns a request for a block of `length` tokens, without a probability threshold."""
+    prefix_hash = Prefix(opened.hash_key, opened.tokens).hash
+    return DraftRequest(opened.session, opened.attempt, len(opened.tokens), prefix_hash, length)
