@@ -31,6 +31,7 @@ from actors.drafters.registry import (
 )
 from actors.drafters.translation.pairing import pool_pairing
 from actors.engine.executor import Engine
+from actors.engine.memory import step_logit_rows
 from actors.engine.process import device_of, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankReport, RankSpec
 from actors.grammars import grammars_of, load_grammar_vocabulary
@@ -116,6 +117,7 @@ async def _start_ranks(config: SlipstreamConfig, folder: Path, vocabulary: int) 
         cache=pool.cache_per_rank,
         resources=pool.resources_per_rank,
         ranks=pool.tensor_parallel,
+        logit_rows=step_logit_rows(pool.max_sessions, config.speculation.draft_tokens, pool.max_step_tokens),
         capture=capture,
         invariant=config.model.numerics == "invariant",
     )

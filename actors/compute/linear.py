@@ -231,16 +231,20 @@ def pack_linears(model: nn.Module, product: Product = projection) -> None:
 
     Skips layers whose weight is read directly by the model's code, as in some mixture-of-experts routers.
     """
-    packs = [
-        (name, child)
+    names = [
+        f"{parent_name}.{own_name}".removeprefix(".")
         for parent_name, parent in model.named_modules()
         for own_name, child in parent.named_children()
-        if type(child) is nn.Linear and not _reads_weight(type(parent), own_name)
-        for name in (f"{parent_name}.{own_name}".removeprefix("."),)
+        if type(child) is nn.Linear and can_pack(child.weight) and not _reads_weight(type(parent), own_name)
     ]
-    for name, child in packs:
-        if can_pack(child.weight):
-            model.set_submodule(name, PackedLinear(child, product))
+    for name in names:
+        _pack(model, name, product)  # holds no other layer, so that each is freed as it is replaced
+
+
+def _pack(model: nn.Module, name: str, product: Product) -> None:
+    linear = model.get_submodule(name)
+    assert isinstance(linear, nn.Linear), "only such layers are packed"
+    model.set_submodule(name, PackedLinear(linear, product))
 
 
 def _reads_weight(kind: type[nn.Module], child: str) -> bool:

@@ -34,7 +34,7 @@ from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup, OtherTarget
 from actors.drafters.translation.noise import TranslatedNoise
 from actors.drafters.translation.pairing import pairing_of, pool_pairing
-from actors.engine.memory import page_bytes, page_count
+from actors.engine.memory import Reserve, page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
 from actors.engine.static_step import Buckets, recording_on
@@ -110,18 +110,19 @@ def draft_with(
     page_size = draft.cache.page_size
     bytes_each = page_bytes(model, page_size)
     share = draft.resources.gpu_share
-    pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share)
     attention, _ = choose_attention(attention_shape(model, page_size), model.device, captures=True)
     # A session has a row for each possible outcome of its verdict.
     buckets = Buckets.for_sessions(min(OUTCOME_ROWS * draft.max_sessions, MAX_ROWS), setup.max_context, page_size)
+    recording = recording_on(model.device, attention, parts.decoder, 1, buckets)
+    reserve = Reserve.of_steps(
+        draft.max_sessions * parts.masks.width,
+        len(parts.token_ids),
+        model.device,
+        captures_graphs=recording is not None,
+    )
+    pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share, reserve)
     runner = ModelRunner(
-        model,
-        pages,
-        page_size,
-        attention,
-        parts.decoder,
-        context=setup.max_context,
-        recording=recording_on(model.device, attention, parts.decoder, 1, buckets),
+        model, pages, page_size, attention, parts.decoder, context=setup.max_context, recording=recording
     )
     runner.capture_steps()
     limits = DraftingLimits(options.draft_probs_top_k, options.min_confidence, max_positions=parts.max_positions)
@@ -158,9 +159,9 @@ def _parts_of(model: PreTrainedModel, product: Product, setup: DraftSetup, besid
     if proposable != list(range(rows)):
         reduce_head(model, token_ids)
     width = tokens_per_forward(model.config, setup.draft_tokens)
-    decoder = decoder_for(model.eval(), product, setup.max_context)
     columns = None if frequent is None else HEAD_TOKENS
-    head = load_recurrent_head(beside, model, decoder, width, product, columns) if beside else None
+    head = load_recurrent_head(beside, model, width, product, columns) if beside else None
+    decoder = decoder_for(model.eval(), product, setup.max_context)
     masks = ONE_AT_A_TIME if head or not beside else read_mask_tokens(model.config, setup.draft_tokens)
     positions = min(context_length(model.config) or setup.max_context, setup.max_context)
     return _Parts(decoder, token_ids, masks, head, positions)

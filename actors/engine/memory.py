@@ -1,5 +1,6 @@
 """Computes the cache size: bytes per page and number of pages."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +15,12 @@ GIB = 1 << 30
 MIB = 1 << 20
 PAGE_SIZES = (64, 128, 256, 512, 1024)  # proposed for models with recurrent layers
 SHARE_OF_FREE = {"cuda": 0.9, "cpu": 0.5}  # usable share of free memory; on a host, other programs need the rest
+CONTEXT_BYTES = 512 * MIB  # CUDA context: the driver's state and loaded kernels, which torch's allocator does not count
+GRAPHS = 40  # captured graphs, one per bucket of tokens and rows
+GRAPH_BYTES = (
+    10 * MIB
+)  # estimate per graph: its kernels' parameters in the driver; graphs share one pool of activations
+LOGIT_BYTES = 4  # sampling computes in float32
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -58,18 +65,49 @@ def remaining_share(device: torch.device, share: float) -> int:
     return int(share * total) - int(torch.cuda.memory_reserved(device))
 
 
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Memory, in bytes, that a process needs besides weights and cache pages."""
+
+    context: int = 0  # counts only against a share of a GPU: free memory of a whole GPU excludes it already
+    logits: int = 0  # of the largest step
+    graphs: int = 0
+
+    @classmethod
+    def of_steps(cls, logit_rows: int, vocabulary: int, device: torch.device, captures_graphs: bool) -> "Reserve":
+        """Returns the reserve of a process whose steps compute up to `logit_rows` rows of logits."""
+        logits = logit_rows * vocabulary * LOGIT_BYTES
+        if device.type != "cuda":
+            return cls(logits=logits)
+        return cls(CONTEXT_BYTES, logits, GRAPHS * GRAPH_BYTES if captures_graphs else 0)
+
+
+def step_logit_rows(sessions: int, draft_tokens: int, max_step_tokens: int) -> int:
+    """Returns the most rows of logits in a target's step: every session verifies a block, within the step's limit."""
+    return min(sessions * (draft_tokens + 1), max_step_tokens)
+
+
 def page_count(
-    cache: CacheConfig, bytes_each: int, sessions: int, context: int, device: torch.device, gpu_share: float = 1.0
+    cache: CacheConfig,
+    bytes_each: int,
+    sessions: int,
+    context: int,
+    device: torch.device,
+    gpu_share: float = 1.0,
+    reserve: Reserve = Reserve(),
 ) -> int:
-    """Returns the number of cache pages. Raises ModelError if one session of full context does not fit."""
+    """Returns the number of cache pages beside the reserve, which a configured cache size does not consider.
+
+    Raises ModelError if one session of full context does not fit.
+    """
     per_session = -(-context // cache.page_size)
     if cache.gib is not None:
         pages = int(cache.gib * GIB) // bytes_each
     else:
         free = free_bytes(device)
         if device.type == "cuda":
-            free = min(free, remaining_share(device, gpu_share))
-        room = int(free * SHARE_OF_FREE[device.type]) // bytes_each
+            free = min(free, remaining_share(device, gpu_share) - reserve.context)
+        room = max(0, int((free - reserve.logits - reserve.graphs) * SHARE_OF_FREE[device.type])) // bytes_each
         pages = min(room, sessions * per_session)
     if pages < per_session:
         needed = per_session * bytes_each / GIB

@@ -40,7 +40,7 @@ from actors.compute.linear import InvariantProducts, projection
 from actors.engine.executor import StepExecutor, within
 from actors.engine.forward_codec import decode_forward, encode_forward
 from actors.engine.invariance import InvarianceCheck
-from actors.engine.memory import page_count, page_size_warning, state_bytes
+from actors.engine.memory import Reserve, page_count, page_size_warning, state_bytes
 from actors.engine.process import device_of, freeze_heap, use_cpu
 from actors.engine.runner import ModelRunner, Runner, profile_steps
 from actors.engine.static_step import Buckets, recording_on
@@ -110,6 +110,7 @@ class RankSpec:
     cache: CacheConfig
     resources: Resources
     ranks: int
+    logit_rows: int  # maximum rows of logits per step
     capture: CaptureSpec | None = None  # hidden states to capture on the leader
     invariant: bool = False  # model.numerics
 
@@ -212,8 +213,15 @@ class Rank:
             attention = replace(attention, takes_trees=False)
             if warning := page_size_warning(spec.cache.page_size, shape.page_bytes, recurrent_bytes):
                 log.warning("%s", warning)
+        columns = int(self._model.config.get_text_config().vocab_size)  # ranks gather the whole vocabulary
         pages = page_count(
-            spec.cache, page_bytes + recurrent_bytes, spec.sessions, spec.context, device, spec.resources.gpu_share
+            spec.cache,
+            page_bytes + recurrent_bytes,
+            spec.sessions,
+            spec.context,
+            device,
+            spec.resources.gpu_share,
+            Reserve.of_steps(spec.logit_rows, columns, device, captures_graphs=True),
         )
         return RankReport(os.getpid(), pages, loaded.report, attention)
 

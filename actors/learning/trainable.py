@@ -31,7 +31,7 @@ from actors.drafters.model.recurrent_head import load_recurrent_head
 from actors.learning.recurrent_head import TrainableRecurrentHead
 from actors.learning.versions import MANIFEST
 from actors.models.checkpoint import load_model
-from actors.models.decoder import decoder_for, is_llama_kind
+from actors.models.decoder import is_llama_kind
 from actors.models.layer_subset import context_length
 from actors.models.weights import INDEX, SINGLE, stored_tensors
 from cluster.errors import ModelError
@@ -259,7 +259,7 @@ def load_trainable(folder: Path, device: torch.device) -> TrainableDraft:
     columns = read_frequent_tokens(folder, int(model.config.vocab_size))
     width = tokens_per_forward(model.config, 1)
     head = None
-    if load_recurrent_head(folder, model, decoder_for(model), width) is not None:  # raises for a head that does not fit
+    if load_recurrent_head(folder, model, width) is not None:  # raises for a head that does not fit
         head = TrainableRecurrentHead.load(folder, float(model.config.rms_norm_eps)).to(device)
     for weight in model.parameters():
         weight.data = weight.data.clone()  # loaded weights may be mapped from the file, so they are copied

@@ -22,6 +22,7 @@ from actors.attention import ScoreOptions
 from actors.attention.batch import RaggedBatch
 from actors.attention.hugging_face import ATTENTION_NAME, register_attention, share_batch
 from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection
+from actors.models.merged_weights import join_rows, release
 from actors.models.own_attention import replace_attention
 from actors.models.recurrent_layers import run_row_by_row
 from actors.models.sharding import RowParallelLinear, VocabularyParallelHead
@@ -257,8 +258,9 @@ class RotationTable:
 class LlamaDecoder:
     """Decoder for Llama, Mistral, Qwen2 and Qwen3, with fewer operations than their own code.
 
-    Positions are below `context`, or up to SPARE_POSITIONS more while costs are measured; by default, below the model's
-    own maximum.
+    Takes over the model's weights layer by layer, so that no more than one layer is held twice. The model's own linear
+    layers cannot be used afterwards. Positions are below `context`, or up to SPARE_POSITIONS more while costs are
+    measured; by default, below the model's own maximum.
     """
 
     def __init__(self, model: PreTrainedModel, product: Product = projection, context: int | None = None) -> None:
@@ -336,18 +338,22 @@ def _window(attention: Any) -> int | None:
 
 
 def _combined_projection(product: Product, *linears: nn.Linear) -> Projection:
-    """Fuses linear layers with the same input into one product."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
+    """Fuses linear layers with the same input into one product; releases their weights."""
+    weight = join_rows([linear.weight.detach() for linear in linears])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(linears)), "either all or none of these layers must have a bias"
-    return product(weight, torch.cat(biases) if biases else None)
+    whole = product(weight, torch.cat(biases) if biases else None)
+    for linear in linears:
+        release(linear)
+    return whole
 
 
 def _single_projection(linear: nn.Linear, product: Product) -> Projection:
-    """Returns one layer's product; combines the ranks' parts as the layer does."""
+    """Returns one layer's product, and releases its weight; combines the ranks' parts as the layer does."""
+    whole = product(linear.weight, None if isinstance(linear, RowParallelLinear) else linear.bias)
+    release(linear)
     if isinstance(linear, RowParallelLinear):
-        return SharedProjection(product(linear.weight, None), linear.reduce)
-    whole = product(linear.weight, linear.bias)
+        return SharedProjection(whole, linear.reduce)
     return SharedProjection(whole, linear.gather) if isinstance(linear, VocabularyParallelHead) else whole
 
 
@@ -363,6 +369,6 @@ def is_llama_kind(model: PreTrainedModel) -> bool:
 
 
 def decoder_for(model: PreTrainedModel, product: Product = projection, context: int | None = None) -> Decoder:
-    """Returns the fastest decoder for a model, for texts of up to `context` tokens."""
+    """Returns the fastest decoder for a model, for texts of up to `context` tokens; takes over the model's weights."""
     fix_frequencies(model, context)
     return LlamaDecoder(model, product, context) if is_llama_kind(model) else ModelDecoder(model, product)

@@ -5,15 +5,17 @@ A checkpoint must store each parameter once, or a parameter tied to it, and noth
 
 import re
 import resource
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import groupby
+from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,12 +33,17 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 
 from actors.models.config_reader import CONFIG, one_line, read_json
+from actors.models.merged_weights import merged_names, split_rows
 from actors.models.sharding import Cut
 from cluster.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHOWN_AFTER_S = 2.0  # seconds before a progress bar appears
+LOG_PERIOD_S = 10.0  # seconds between log lines where there is no bar
+GB = 10**9
+READERS = 8  # threads; more than cores, since uncached files keep a reader waiting
+RUN_BYTES = 8 << 20  # of neighboring tensors that a reader maps together, since each mapping reads the file's header
 UNREAD_TENSORS = (
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # in old checkpoints; determined by the config
     r"(^|\.)position_ids$",
@@ -48,6 +55,7 @@ CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention)\.bias$")  # shape (1, 1, posit
 SCALES = re.compile(r"scale|qweight|qzeros|absmax|packed")
 SHOWN_NAMES = 3
 
+log = getLogger(__name__)
 Shape = tuple[int, ...]
 
 
@@ -146,7 +154,8 @@ def stored_tensors(folder: Path, *, partial: bool = False) -> dict[str, Stored]:
         header = _header(path)
         if absent := [key for key in names if key not in header]:
             raise ModelError(f"{path} lacks {_listed(absent)}, though {INDEX} says it holds them; fetch both again")
-        tensors |= {key: header[key] for key in names}
+        indexed = set(names)
+        tensors |= {key: tensor for key, tensor in header.items() if key in indexed}
     return tensors
 
 
@@ -274,6 +283,7 @@ def mismatch(model: PreTrainedModel, stored: Mapping[str, Stored]) -> str:
     return "; ".join(f"{what}: {_listed(names)}" for what, names in problems.items() if names)
 
 
+@torch.inference_mode(False)  # tensors created in inference mode cannot be written on other threads
 def fill(
     model: PreTrainedModel,
     sources: Sources,
@@ -282,46 +292,176 @@ def fill(
     device: torch.device,
     show: bool,
 ) -> None:
-    """Loads an empty model's weights, cut by `cuts`. With `show`, a long load shows a progress bar on stderr.
+    """Loads an empty model's weights, cut by `cuts`; with `show`, reports the progress of a long load.
 
-    Raises ModelError for NaN or infinite weights.
+    Weights are read into their final place, and weights that a decoder merges share a tensor from the start. Several
+    threads read runs of neighboring tensors, and only the cut parts. A run stays mapped only while it is read, so
+    mapped files add little to the memory in use. Raises ModelError for NaN or infinite weights.
     """
-    wide = tuple(model._get_dtype_plan(model.dtype))  # names of parameters that stay in float32
-    dtype_of = {
-        name: torch.float32 if any(part in name for part in wide) else tensor.dtype
-        for name, tensor in model.state_dict().items()
-    }
-    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # not buffers: masks hold -inf
-    parts: dict[str, dict[str, Cut | None]] = defaultdict(dict)  # by key, then by parameter
-    for name, key in sources.single.items():
-        parts[key][name] = cuts.get(name)
-    dtypes = {key: dtype_of[next(iter(names))] for key, names in parts.items()}
-    filled: dict[str, Tensor] = {}
-    progress = logging.tqdm(
-        total=len(parts) + len(sources.stacked), desc="Loading weights", delay=SHOWN_AFTER_S, disable=not show
-    )
-    with progress, ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for path in sorted({stored[key].path for key in parts}):
-            keys = [key for key in parts if stored[key].path == path]
-            tensors = ((stored[key].key, parts[key], dtypes[key]) for key in keys)
+    plan = _Plan(model, sources, stored, cuts, device)
+    progress = LoadProgress(sum(map(_byte_count, plan.parts)), show)
+    with progress, ThreadPoolExecutor(READERS) as pool:
+        runs = pool.map(_read_run, _runs(plan.parts))
+        for path, done in groupby(runs, key=lambda run: run[0].path):
             broken: list[str] = []
-            with _opened(path) as shard:
-                for read in pool.map(_read, repeat(shard), *zip(*tensors, strict=True), repeat(device)):
-                    if not weights.isdisjoint(read.held) and not is_finite(read.whole):
-                        broken.append(read.key)
-                    filled |= read.held
-                    progress.update()
-            if broken:  # raised after all threads have finished reading
-                raise _not_finite(path, broken, model.dtype)
-        for name, blocks in sources.stacked.items():
-            whole = _read_stacked(blocks, stored, cuts.get(name), dtype_of[name], device)
-            if not is_finite(whole):
-                raise _not_finite(stored[blocks[0][0]].path.parent, [name], model.dtype)
-            filled[name] = nn.Parameter(whole, requires_grad=False)
-            progress.update()
-    model.load_state_dict(filled, assign=True)
+            for run in done:
+                broken += [part.name for part in run if part.is_weight and not is_finite(part.into)]
+                progress.update(sum(map(_byte_count, run)))
+            if broken:
+                raise _not_finite(path, sorted(set(broken)), model.dtype)
+    model.load_state_dict(plan.filled, assign=True)
     model.to(device)  # moves buffers that are not stored
     model.requires_grad_(False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Part of a stored tensor to read, and the place of its values."""
+
+    path: Path
+    key: str  # tensor name in the file
+    name: str  # in errors
+    cut: Cut | None
+    into: Tensor
+    is_weight: bool  # unlike buffers, such as masks, which hold -inf
+
+
+class _Plan:
+    """Parts to read in the order of files and offsets, and the tensors that they fill, by parameter."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sources: Sources,
+        stored: Mapping[str, Stored],
+        cuts: Mapping[str, Cut],
+        device: torch.device,
+    ) -> None:
+        self._wide = tuple(model._get_dtype_plan(model.dtype))  # names of parameters that stay in float32
+        self._empty = model.state_dict()  # shapes of this rank
+        self._device = device
+        self._weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._stored = stored
+        names_by_key: dict[str, list[str]] = defaultdict(list)
+        for name, key in sources.single.items():
+            names_by_key[key].append(name)
+        alone = {names[0] for names in names_by_key.values() if len(names) == 1}
+        self._places = self._merged_places(model, alone)
+        self.filled: dict[str, Tensor] = {}
+        parts = [self._part(key, names, cuts) for key, names in names_by_key.items()]
+        for name, blocks in sources.stacked.items():
+            parts += self._stacked_parts(name, blocks, cuts.get(name))
+        order = {(tensor.path, tensor.key): at for at, tensor in enumerate(stored.values())}
+        self.parts = sorted(parts, key=lambda part: order[part.path, part.key])
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return torch.float32 if any(part in name for part in self._wide) else self._empty[name].dtype
+
+    def _merged_places(self, model: nn.Module, alone: Set[str]) -> dict[str, Tensor]:
+        """Creates the tensors of merged weights; returns the rows of each weight."""
+        places: dict[str, Tensor] = {}
+        for names in merged_names(model):
+            if len({self._dtype(name) for name in names}) == 1 and alone >= set(names):
+                rows = [len(self._empty[name]) for name in names]
+                columns = self._empty[names[0]].shape[1]
+                views = split_rows(rows, columns, self._dtype(names[0]), self._device)
+                places |= dict(zip(names, views, strict=True))
+        return places
+
+    def _place(self, name: str, shape: Shape) -> Tensor:
+        place = self._places.get(name)
+        return torch.empty(shape, dtype=self._dtype(name), device=self._device) if place is None else place
+
+    def _part(self, key: str, names: Sequence[str], cuts: Mapping[str, Cut]) -> _Part:
+        """Plans a tensor for its parameters; distinct parts of it are views of the whole tensor."""
+        cut_by_name = {name: cuts.get(name) for name in names}
+        distinct = set(cut_by_name.values())
+        common = distinct.pop() if len(distinct) == 1 else None
+        tensor = self._stored[key]
+        into = self._place(names[0], tensor.shape if common is None else self._empty[names[0]].shape)
+        whole = nn.Parameter(into, requires_grad=False)
+        for name, cut in cut_by_name.items():
+            part = whole if cut is None or cut == common else nn.Parameter(cut.of(whole), requires_grad=False)
+            self.filled[name] = part
+        return _Part(tensor.path, tensor.key, tensor.key, common, into, not self._weights.isdisjoint(names))
+
+    def _stacked_parts(self, name: str, blocks: Blocks, cut: Cut | None) -> list[_Part]:
+        """Plans a parameter that is stored in one tensor per expert and block."""
+        place = self._place(name, tuple(self._empty[name].shape))
+        self.filled[name] = nn.Parameter(place, requires_grad=False)
+        parts = []
+        begin = 0
+        for at, keys in enumerate(blocks):
+            shape = self._stored[keys[0]].shape
+            part = None if cut is None else _block_cut(cut, at, shape)
+            end = begin + (part.length * len(part.begins) if part is not None and part.dim == 0 else shape[0])
+            for expert, key in enumerate(keys):
+                tensor = self._stored[key]
+                parts.append(
+                    _Part(tensor.path, tensor.key, name, part, place[expert, begin:end], name in self._weights)
+                )
+            begin = end
+        return parts
+
+
+def _byte_count(part: _Part) -> int:
+    return part.into.numel() * part.into.itemsize
+
+
+def _runs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Groups parts of the same file into runs of at most RUN_BYTES, or of one part."""
+    run: list[_Part] = []
+    size = 0
+    for part in parts:
+        count = _byte_count(part)
+        if run and (part.path != run[0].path or size + count > RUN_BYTES):
+            yield run
+            run, size = [], 0
+        run.append(part)
+        size += count
+    if run:
+        yield run
+
+
+def _read_run(run: list[_Part]) -> list[_Part]:
+    with _opened(run[0].path) as shard:
+        for part in run:
+            values = shard.get_tensor(part.key) if part.cut is None else part.cut.of(shard.get_slice(part.key))
+            part.into.copy_(values)
+    return run
+
+
+class LoadProgress:
+    """Reports the progress of a long load: a bar on a terminal, otherwise a log line at intervals."""
+
+    def __init__(self, total: int, show: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._is_logged = show and not sys.stderr.isatty()
+        self._bar = logging.tqdm(
+            total=total,
+            desc="Loading weights",
+            unit="B",
+            unit_scale=True,
+            delay=SHOWN_AFTER_S,
+            disable=not show or self._is_logged,
+        )
+        self._total = total
+        self._read = 0
+        self._clock = clock
+        self._logged_at = clock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, count: int) -> None:
+        """Adds `count` bytes."""
+        self._bar.update(count)
+        self._read += count
+        if self._is_logged and self._clock() - self._logged_at >= LOG_PERIOD_S:
+            self._logged_at = self._clock()
+            log.info("loaded %.1f of %.1f GB of weights", self._read / GB, self._total / GB)
 
 
 def report(model: PreTrainedModel, started: float) -> LoadReport:
@@ -345,51 +485,12 @@ def _with_ties(model: PreTrainedModel, origins: Mapping[str, str]) -> dict[str, 
     return tied
 
 
-def _read_stacked(
-    blocks: Blocks, stored: Mapping[str, Stored], cut: Cut | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Reads a parameter that is stored in one tensor per expert and block; reads only the cut parts."""
-    joined: list[Tensor] = []
-    with ExitStack() as stack:
-        shards = {
-            path: stack.enter_context(_opened(path)) for path in {stored[key].path for keys in blocks for key in keys}
-        }
-        for at, keys in enumerate(blocks):
-            part = None if cut is None else _block_cut(cut, at, stored[keys[0]].shape)
-            slices = [shards[stored[key].path].get_slice(stored[key].key) for key in keys]
-            joined.append(torch.stack([(one[:] if part is None else part.of(one)).to(device, dtype) for one in slices]))
-    return joined[0] if len(joined) == 1 else torch.cat(joined, 1)
-
-
 def _block_cut(cut: Cut, block: int, shape: Shape) -> Cut:
     """Returns the cut of one block's tensors, which lack the stacked dimension."""
     dim = cut.dim - 1
     if len(cut.begins) == 1:
         return Cut(dim, cut.begins, cut.length)
     return Cut(dim, (cut.begins[block] - block * shape[dim],), cut.length)
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    key: str
-    whole: Tensor  # this rank's part of the tensor
-    held: Mapping[str, Tensor]  # by parameter
-
-
-def _read(shard: Any, key: str, parts: Mapping[str, Cut | None], dtype: torch.dtype, device: torch.device) -> _Read:
-    """Reads the parts of a tensor for its parameters. Distinct parts are views of the whole tensor.
-
-    On a CPU, a part stays memory-mapped unless it is cast or cut by columns.
-    """
-    cuts = set(parts.values())
-    common = cuts.pop() if len(cuts) == 1 else None
-    view = shard.get_tensor(key) if common is None else common.of(shard.get_slice(key))
-    whole = nn.Parameter(view.to(device, dtype).contiguous(), requires_grad=False)
-    mapped = {
-        name: whole if cut is None or cut == common else nn.Parameter(cut.of(whole), requires_grad=False)
-        for name, cut in parts.items()
-    }
-    return _Read(key, whole, mapped)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -432,9 +533,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _header(path: Path) -> dict[str, Stored]:
-    """Returns the tensors in a file's header."""
+    """Returns the tensors in a file's header, in the file's order."""
     with _opened(path) as shard:
-        return {key: Stored(path, tuple(shard.get_slice(key).get_shape()), key) for key in list(shard.keys())}
+        return {key: Stored(path, tuple(shard.get_slice(key).get_shape()), key) for key in list(shard.offset_keys())}
 
 
 @contextmanager

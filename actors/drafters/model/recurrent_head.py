@@ -6,7 +6,7 @@ inputs, so it predicts worse than the model. It is much cheaper, because a small
 small operations. The head is `recurrent_head.safetensors` in the draft folder.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.compute.linear import Product, Projection, projection
-from actors.models.decoder import Decoder, ForwardOutput, LlamaDecoder, norm_of
+from actors.models.decoder import ForwardOutput, is_llama_kind, norm_of
 from actors.models.weights import is_finite, read_tensors
 from cluster.errors import ModelError
 
@@ -39,7 +39,7 @@ class RecurrentHead:
 
     def __init__(
         self,
-        embed: Callable[[Tensor], Tensor],
+        embedding: Tensor,
         head: Projection,
         weights: dict[str, Tensor],
         eps: float,
@@ -47,7 +47,7 @@ class RecurrentHead:
         product: Product,
     ) -> None:
         self.width = width
-        self._embed = embed
+        self._embedding = embedding
         self._head = head
         self._state_norm = norm_of(weights["state_norm.weight"], eps)
         self._token_norm = norm_of(weights["token_norm.weight"], eps)
@@ -56,7 +56,7 @@ class RecurrentHead:
 
     @torch.inference_mode()
     def predict_next(self, states: Tensor, tokens: Sequence[int]) -> ForwardOutput:
-        embedded = self._embed(torch.tensor(tokens, device=states.device))
+        embedded = F.embedding(torch.tensor(tokens, device=states.device), self._embedding)
         inputs = torch.cat((self._state_norm(states), self._token_norm(embedded)), dim=-1)
         gate, up = self._gate_up(inputs).chunk(2, dim=-1)
         states = self._down.plus(F.silu(gate) * up, states)
@@ -66,12 +66,11 @@ class RecurrentHead:
 def load_recurrent_head(
     folder: Path,
     model: PreTrainedModel,
-    decoder: Decoder,
     width: int,
     product: Product = projection,
     columns: int | None = None,
 ) -> RecurrentHead | None:
-    """Loads the head in the model's folder, if any, for `width` tokens per forward.
+    """Loads the head in the model's folder, if any, for `width` tokens per forward; call it before `decoder_for`.
 
     The head scores the first `columns` columns of the model's logits; None: all. Raises ModelError if the head does not
     match the model.
@@ -79,7 +78,7 @@ def load_recurrent_head(
     path = folder / FILE
     if not path.is_file():
         return None
-    if not isinstance(decoder, LlamaDecoder):
+    if not is_llama_kind(model):
         raise ModelError(f"{path} needs a model with the Llama architecture, not {type(model).__name__}; remove it")
     stored = read_tensors(path)
     hidden = int(model.config.hidden_size)
@@ -92,4 +91,5 @@ def load_recurrent_head(
         raise ModelError(f"{path} holds NaN or infinite weights; fetch it again")
     whole = model.get_output_embeddings()
     head = product(whole.weight[:columns], None if whole.bias is None else whole.bias[:columns])
-    return RecurrentHead(decoder.embed, head, weights, float(model.config.rms_norm_eps), width, product)
+    embedding = model.get_input_embeddings().weight.detach()
+    return RecurrentHead(embedding, head, weights, float(model.config.rms_norm_eps), width, product)

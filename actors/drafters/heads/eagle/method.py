@@ -24,7 +24,7 @@ from actors.drafters.model.forwards import ONE_AT_A_TIME, MaskTokens
 from actors.drafters.model.sampling import Calibration, DraftingLimits, check_finite
 from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup
-from actors.engine.memory import page_count
+from actors.engine.memory import Reserve, page_count
 from actors.engine.process import device_of
 from actors.models.checkpoint import local_folder
 from actors.sampling.logits_processors import ProcessorFactory
@@ -124,7 +124,8 @@ def deployed(
     page_size = draft.cache.page_size
     bytes_each = head.page_bytes(page_size)
     share = draft.resources.gpu_share
-    pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, head.device, share)
+    reserve = Reserve.of_steps(draft.max_sessions, len(head.token_ids), head.device, captures_graphs=False)
+    pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, head.device, share, reserve)
     limits = DraftingLimits(options.draft_probs_top_k)
     is_projected = draft.states.projects_at_target(head.config.needs)
     method = eagle_draft_model(

@@ -15,7 +15,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from actors.compute.kv_cache import InputRow
 from actors.drafters.model.recurrent_head import FILE, RecurrentHead, load_recurrent_head
 from actors.engine.runner import ModelRunner
-from actors.models.decoder import decoder_for
 from cluster.drafting.requests import Proposal
 from cluster.errors import ModelError
 from protos.draft_tree import DraftTree
@@ -59,7 +58,7 @@ def a_model() -> LlamaForCausalLM:
 
 
 def head_in(folder: Path, model: PreTrainedModel) -> RecurrentHead | None:
-    return load_recurrent_head(folder, model, decoder_for(model), width=3)
+    return load_recurrent_head(folder, model, width=3)
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from actors.engine import memory
-from actors.engine.memory import GIB, page_bytes, page_count, page_size_warning
+from actors.engine.memory import GIB, Reserve, page_bytes, page_count, page_size_warning, step_logit_rows
 from cluster.config import CacheConfig
 from cluster.errors import ModelError
 
@@ -63,6 +63,45 @@ def test_a_process_leaves_the_gpu_share_of_others(monkeypatch, share, free, ours
     device = a_gpu(monkeypatch, free, 1000, ours)
     cache = CacheConfig(page_size=1)
     assert page_count(cache, 1, sessions=10_000, context=1, device=device, gpu_share=share) == room
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "room"),
+    [(1.0, 780, 630), (0.5, 780, 180), (0.5, 250, 153)],
+    ids=["alone", "a half", "a half that others have taken from"],
+)
+def test_a_gpu_keeps_room_for_context_logits_and_graphs(monkeypatch, share, free, room):
+    """Free memory excludes the context already, but a share does not."""
+    device = a_gpu(monkeypatch, free, 1000, ours=200)
+    reserve = Reserve(context=20, logits=30, graphs=50)
+    assert page_count(CacheConfig(page_size=1), 1, 10_000, 1, device, share, reserve) == room
+
+
+def test_a_reserve_beyond_the_share_leaves_no_room(monkeypatch):
+    device = a_gpu(monkeypatch, 780, 1000, ours=200)
+    with pytest.raises(ModelError, match="room for 0 tokens"):
+        page_count(CacheConfig(page_size=1), 1, 10_000, 1, device, 0.25, Reserve(context=60))
+
+
+def test_a_configured_cache_size_is_kept_beside_the_reserve():
+    cache = CacheConfig(page_size=8, gib=0.5)
+    assert page_count(cache, GIB // 64, 1, 8, CPU, reserve=Reserve(logits=GIB)) == 32
+
+
+def test_only_a_gpu_reserves_a_context_and_only_a_target_graphs():
+    gpu = torch.device("cuda", 0)
+    logits = 160 * 128_000 * 4
+    assert Reserve.of_steps(160, 128_000, CPU, captures_graphs=True) == Reserve(logits=logits)
+    target = Reserve.of_steps(160, 128_000, gpu, captures_graphs=True)
+    draft = Reserve.of_steps(160, 128_000, gpu, captures_graphs=False)
+    assert target.logits == draft.logits == logits
+    assert target.context == draft.context == GIB // 2
+    assert target.graphs > draft.graphs == 0
+
+
+@pytest.mark.parametrize(("sessions", "draft_tokens", "limit", "rows"), [(32, 4, 512, 160), (200, 4, 512, 512)])
+def test_a_step_has_logits_for_every_session_s_block_up_to_its_limit(sessions, draft_tokens, limit, rows):
+    assert step_logit_rows(sessions, draft_tokens, limit) == rows
 
 
 @pytest.mark.parametrize("gib", [9.5 / 1024, None], ids=["given", "free"])

@@ -10,7 +10,6 @@ from actors.drafters.model.recurrent_head import load_recurrent_head
 from actors.learning.evaluation import score_draft, score_loaded
 from actors.learning.trainable import RowLimits, collate, load_trainable, rows_of
 from actors.models.checkpoint import load_model
-from actors.models.decoder import decoder_for
 from cluster.errors import ModelError
 from cluster.learning import Example, SessionScore
 from tests.unit.actors.learning.drafts import CPU, SHAPE, VOCABULARY, some_examples, write_draft
@@ -26,7 +25,7 @@ def greedy_rounds(folder: Path, example: Example, width: int, frequent: list[int
     ids = torch.arange(VOCABULARY) if frequent is None else torch.tensor(frequent)
     if frequent is not None:
         served.lm_head.weight = torch.nn.Parameter(served.lm_head.weight[ids])
-    head = load_recurrent_head(folder, served, decoder_for(served), width) if width > 1 else None
+    head = load_recurrent_head(folder, served, width) if width > 1 else None
 
     def first(text: list[int]) -> tuple[int, torch.Tensor]:
         output = model(torch.tensor([text]), output_hidden_states=True)

@@ -50,7 +50,7 @@ def test_the_first_layers_compute_what_the_reference_computes() -> None:
     model = first_layers(int(CASE["exit_layer"]))
     torch.testing.assert_close(logits(model), torch.from_numpy(CASE["logits"]), **NEAR)
     with torch.no_grad():
-        hidden = model.model(torch.tensor([PROMPT])).last_hidden_state[0]
+        hidden = first_layers(int(CASE["exit_layer"])).model(torch.tensor([PROMPT])).last_hidden_state[0]
     torch.testing.assert_close(hidden, torch.from_numpy(CASE["hidden_normed"]), **NEAR)
 
 
