@@ -230,6 +230,11 @@ class TargetPool(Section):
             raise ValueError("; ".join(faults))
         if self.engine != "slipstream" and self.cache_per_rank.page_size != CacheConfig().page_size:
             raise ValueError(f"with engine {self.engine}, remove cache_per_rank.page_size and set vllm.block_size")
+        if self.engine != "slipstream" and self.resources_per_rank.num_gpus % 1:
+            raise ValueError(
+                f"resources_per_rank.num_gpus is {self.resources_per_rank.num_gpus:g}, but vLLM waits for a whole GPU"
+                " for each rank; set it to 1, or set engine to slipstream"
+            )
         if self.engine != "slipstream" and not self.resources_per_rank.num_gpus and self.cache_per_rank.gib is None:
             raise ValueError(
                 "cache_per_rank.gib is missing; set it, or vLLM on CPUs takes nine tenths of the host's memory"

@@ -4,6 +4,7 @@ Decoding multiplies a few rows by very large weights. On a CPU, oneDNN reads wei
 fast as a plain matrix. Products that may be approximate, as in a draft, take half that time with 8 bits.
 """
 
+import ctypes
 import dis
 import inspect
 from collections.abc import Callable
@@ -239,12 +240,23 @@ def pack_linears(model: nn.Module, product: Product = projection) -> None:
     ]
     for name in names:
         _pack(model, name, product)  # holds no other layer, so that each is freed as it is replaced
+        trim_heap()
 
 
 def _pack(model: nn.Module, name: str, product: Product) -> None:
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear), "only such layers are packed"
     model.set_submodule(name, PackedLinear(linear, product))
+
+
+def trim_heap() -> None:
+    """Returns freed memory to the system; without glibc, does nothing.
+
+    Once a large block was freed, glibc allocates blocks of its size from the heap, which retains memory between blocks.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _reads_weight(kind: type[nn.Module], child: str) -> bool:

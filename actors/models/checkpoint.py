@@ -244,18 +244,19 @@ def _read(
     device: torch.device,
     group: Group,
 ) -> PreTrainedModel:
-    """Reads safetensors directly. On one rank, transformers converts them if needed; on several, tensors may only be
-    renamed and experts stacked.
+    """Reads safetensors directly; renames tensors and stacks experts. On one rank, transformers makes other
+    conversions.
     """
     model = empty_model(folder, config, dtype)
-    reason = mismatch(model, stored)
-    if reason:
+    if mismatch(model, stored):
         check_tensors(model, {key: tensor.shape for key, tensor in stored.items()}, folder)
-        if group.size == 1:
-            return _converted(folder, stored, dtype, device)
     try:
         sources = Sources.of(model, stored)
+        if missing := model.state_dict().keys() - sources.single.keys() - sources.stacked.keys():
+            raise ValueError(f"{min(missing)} is not stored under its own name")
     except ValueError as error:
+        if group.size == 1:
+            return _converted(folder, stored, dtype, device)
         raise ModelError(
             f"{folder} cannot be split over {group.size} ranks while loading: {error}; use"
             " target.tensor_parallel: 1, or save the checkpoint with transformers' save_pretrained first"

@@ -21,7 +21,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 from actors.attention import ScoreOptions
 from actors.attention.batch import RaggedBatch
 from actors.attention.hugging_face import ATTENTION_NAME, register_attention, share_batch
-from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection
+from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection, trim_heap
 from actors.models.merged_weights import join_rows, release
 from actors.models.own_attention import replace_attention
 from actors.models.recurrent_layers import run_row_by_row
@@ -345,6 +345,7 @@ def _combined_projection(product: Product, *linears: nn.Linear) -> Projection:
     whole = product(weight, torch.cat(biases) if biases else None)
     for linear in linears:
         release(linear)
+    trim_heap()
     return whole
 
 
@@ -352,6 +353,7 @@ def _single_projection(linear: nn.Linear, product: Product) -> Projection:
     """Returns one layer's product, and releases its weight; combines the ranks' parts as the layer does."""
     whole = product(linear.weight, None if isinstance(linear, RowParallelLinear) else linear.bias)
     release(linear)
+    trim_heap()
     if isinstance(linear, RowParallelLinear):
         return SharedProjection(whole, linear.reduce)
     return SharedProjection(whole, linear.gather) if isinstance(linear, VocabularyParallelHead) else whole

@@ -47,7 +47,19 @@ def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, fir
         arguments["max_loras"] = len(pool.adapters) + (not pool.resources_per_rank.num_gpus)
     if longest:
         arguments["speculative_config"] = _speculation(longest, first_runner)
-    return {**arguments, **pool.vllm}
+    arguments |= pool.vllm
+    if pool.resources_per_rank.num_gpus and not first_runner:
+        arguments["compilation_config"] = _with_full_graphs(pool.vllm.get("compilation_config", {}))
+    return arguments
+
+
+def _with_full_graphs(compilation: Any) -> Any:
+    """Captures whole steps of any row lengths, unless the user chose a mode or gave a compilation level.
+
+    vLLM's default captures whole steps only if every row has the longest draft, so steps without drafts run piecewise.
+    With an attention backend that needs equal rows, such as FlashAttention 2, vLLM returns to its default.
+    """
+    return {"cudagraph_mode": "FULL"} | compilation if isinstance(compilation, dict) else compilation
 
 
 def _executor(config: SlipstreamConfig) -> str:

@@ -44,6 +44,14 @@ class ExtraResults:
         return request.scoring.top is not None or request.rival is not None
 
 
+@value
+class FedBlock:
+    """Last rows of a request in a step: its last committed token, then its draft."""
+
+    length: int  # committed tokens
+    drafted: tuple[int, ...]
+
+
 class SessionDraws:
     """Samples the tokens of one session in one worker."""
 

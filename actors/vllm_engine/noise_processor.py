@@ -4,7 +4,8 @@ vLLM runs at temperature 0. The processor decides each block by our own rules an
 row. As a result, vLLM's argmax returns our draw, and its comparison with the draft yields our decision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from actors.sampling.acceptance import PendingBlock
 from actors.sampling.logits_processors import PROCESSOR_FACTORIES
-from actors.vllm_engine.coupled_sampler import ExtraResults, SessionDraws, decide_all, request_in
+from actors.vllm_engine.coupled_sampler import ExtraResults, FedBlock, SessionDraws, decide_all, request_in
 
 VOCABULARY_KEY = "slipstream_vocabulary"  # key in vLLM's additional_config
 
@@ -24,6 +25,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         self.processor_factories = PROCESSOR_FACTORIES
         self.extra_results: dict[str, ExtraResults] = {}  # of the latest step, by session
         self._vocabulary = int(vllm_config.additional_config[VOCABULARY_KEY])
+        self.fed: Mapping[str, FedBlock] = {}  # of the step in progress, by vLLM's request id; set by the worker
         self._states = req_states
         self._sessions: dict[int, SessionDraws] = {}  # by vLLM's request slot
 
@@ -36,38 +38,44 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         return request is not None
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-        rows = torch.stack([ctx.expanded_idx_mapping.long(), ctx.pos.long(), ctx.input_ids.long()]).tolist()
-        slots, positions, fed = rows
-        starts = [row for row in range(len(slots)) if not row or slots[row] != slots[row - 1]]
-        spans = [(start, end) for start, end in zip(starts, [*starts[1:], len(slots)], strict=True)]
-        committed_spans = [(start, end) for start, end in spans if self._decides(slots[start], positions[start] + 1)]
+        """Decides all blocks of the step; waits for the device once, for the decisions."""
+        slots = [int(slot) for slot in ctx.idx_mapping_np]
+        fed = [self.fed[self._states.index_to_req_id[slot]] for slot in slots]
+        starts = [*accumulate((1 + len(block.drafted) for block in fed), initial=0)]
+        assert starts[-1] == len(logits), f"{len(logits)} rows of logits, but {starts[-1]} were scheduled"
+        deciding = [at for at, (slot, block) in enumerate(zip(slots, fed, strict=True)) if self._decides(slot, block)]
         self.extra_results = {}
-        if not committed_spans:
+        if not deciding:
             return logits
-        blocks = [
-            self._block(slots[start], positions[start] + 1, fed[start + 1 : end]) for start, end in committed_spans
-        ]
-        committed_rows = torch.tensor(
-            [row for start, end in committed_spans for row in range(start, end)], device=logits.device
-        )
-        sessions = [self._sessions[slots[start]] for start, _ in committed_spans]
-        decisions, self.extra_results = decide_all(sessions, blocks, logits[committed_rows, : self._vocabulary])
+        blocks = [self._block(slots[at], fed[at]) for at in deciding]
+        sessions = [self._sessions[slots[at]] for at in deciding]
+        decided = logits[:, : self._vocabulary]
+        if len(deciding) < len(slots):
+            rows = [row for at in deciding for row in range(starts[at], starts[at + 1])]
+            decided = decided[_on_device(rows, logits.device)]
+        decisions, self.extra_results = decide_all(sessions, blocks, decided)
         drawn = []
-        for (start, _), block, decision in zip(committed_spans, blocks, decisions, strict=True):
+        for at, block, decision in zip(deciding, blocks, decisions, strict=True):
             tokens = [*block.draft.tokens[: len(decision.path)], decision.next_token]
-            drawn += [(start + offset, token) for offset, token in enumerate(tokens)]
-        at, tokens = torch.tensor(drawn, device=logits.device).T
-        logits[at] = -torch.inf
-        logits[at, tokens] = 0.0
+            drawn += [(starts[at] + offset, token) for offset, token in enumerate(tokens)]
+        places, tokens = _on_device(drawn, logits.device).T
+        logits[places] = -torch.inf
+        logits[places, tokens] = 0.0
         return logits
 
-    def _decides(self, slot: int, length: int) -> bool:
+    def _decides(self, slot: int, block: FedBlock) -> bool:
         """Returns whether a row decides: it belongs to one of our requests and ends after the whole prompt."""
-        return slot in self._sessions and length >= int(self._states.prefill_len.np[slot])
+        return slot in self._sessions and block.length >= int(self._states.prefill_len.np[slot])
 
-    def _block(self, slot: int, length: int, drafted: list[int]) -> PendingBlock:
+    def _block(self, slot: int, fed: FedBlock) -> PendingBlock:
         def text(begin: int, end: int) -> Sequence[int]:
             tokens: list[int] = self._states.all_token_ids.gpu[slot, begin:end].tolist()
             return tokens
 
-        return self._sessions[slot].block(length, text, drafted)
+        return self._sessions[slot].block(fed.length, text, fed.drafted)
+
+
+def _on_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Copies numbers to the device; does not wait for it, since the source is pinned."""
+    tensor = torch.tensor(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -18,7 +18,7 @@ from actors.compute.hidden_states import CaptureSpec, StateCapture
 from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.sampling.acceptance import PendingBlock
 from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorFactory
-from actors.vllm_engine.coupled_sampler import ExtraResults, SessionDraws, decide_all, request_in
+from actors.vllm_engine.coupled_sampler import ExtraResults, FedBlock, SessionDraws, decide_all, request_in
 from cluster.errors import ModelError
 
 
@@ -146,11 +146,11 @@ class DrawingWorker:
             self._slipstream_draws: Any = FirstRunnerDraws(runner, vocabulary, processor_factories)
             runner._sample = self._slipstream_draws.sample
             return "v1"
-        take_drafts_from_scheduler(runner, self._slipstream_states)
         self._slipstream_draws = next(
             processor for processor in runner.sampler.logits_processors if hasattr(processor, "extra_results")
         )
         self._slipstream_draws.processor_factories = processor_factories
+        take_drafts_from_scheduler(runner, self._slipstream_states, self._slipstream_draws)
         return "v2"
 
     def begin_grammar(self, grammar: str) -> None:
@@ -207,22 +207,55 @@ def _text(state: Any) -> list[int]:
     return [*state.prompt_token_ids, *state.output_token_ids]
 
 
-def take_drafts_from_scheduler(runner: Any, states: WorkerStates | None) -> None:
-    """Writes the scheduler's drafts to the second runner's device table, its only source of drafts."""
+def take_drafts_from_scheduler(runner: Any, states: WorkerStates | None, draws: Any) -> None:
+    """Writes the scheduler's drafts to the second runner's device table, its only source of drafts, and reports each
+    step's blocks to `draws`, the logits processor.
+    """
     runner.speculator = NoSpeculator(runner.req_states, states)
-    runner.execute_model = _with_drafts(runner, runner.execute_model)
+    runner.execute_model = _with_drafts(runner, draws, runner.execute_model)
 
 
-def _with_drafts(runner: Any, execute_model: Callable[..., Any]) -> Callable[..., Any]:
+def fed_blocks(scheduler_output: Any) -> dict[str, FedBlock]:
+    """Returns the end of each scheduled request, by vLLM's request id, from the scheduler's own numbers.
+
+    These are exact, since the next step is scheduled only after the tokens of this one are known.
+    """
+    cached = scheduler_output.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    blocks = {}
+    for name, scheduled in scheduler_output.num_scheduled_tokens.items():
+        drafted = tuple(drafts.get(name, ()))
+        blocks[name] = FedBlock(computed[name] + scheduled - len(drafted), drafted)
+    return blocks
+
+
+def write_drafts(table: torch.Tensor, drafts: Mapping[int, Sequence[int]]) -> None:
+    """Writes drafts, by row, to the beginning of their rows of the device table, with one copy to the device.
+
+    Shorter drafts are padded with zeros; vLLM reads only as many tokens of a row as are scheduled.
+    """
+    if not drafts:
+        return
+    longest = max(map(len, drafts.values()))
+    padded = torch.tensor(
+        [[row, *drafted, *[0] * (longest - len(drafted))] for row, drafted in drafts.items()], dtype=table.dtype
+    )
+    if table.device.type == "cuda":
+        padded = padded.pin_memory()
+    on_device = padded.to(table.device, non_blocking=True)
+    table[on_device[:, 0], :longest] = on_device[:, 1:]
+
+
+def _with_drafts(runner: Any, draws: Any, execute_model: Callable[..., Any]) -> Callable[..., Any]:
     states = runner.req_states
     adapter_inputs = runner.lora_state.make_lora_inputs
 
     def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        table = states.draft_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        for name, drafted in drafts.items():
-            row = torch.tensor(drafted, dtype=table.dtype, device=table.device)
-            table[states.req_id_to_index[name], : len(drafted)] = row
+        draws.fed = fed_blocks(scheduler_output)
+        write_drafts(states.draft_tokens, {states.req_id_to_index[name]: row for name, row in drafts.items()})
 
         def make_lora_inputs(names: Sequence[str], *inputs: Any) -> tuple[Any, ...]:
             """Repeats a request's adapter for each of its rows of logits; vLLM expects one row per request."""

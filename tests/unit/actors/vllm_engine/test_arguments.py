@@ -8,6 +8,7 @@ import pytest
 import actors.vllm_engine
 from actors.vllm_engine.arguments import PACKAGE, engine_arguments
 from cluster.config import validated
+from cluster.errors import ConfigError
 
 FOLDER = Path(actors.vllm_engine.__file__).parent
 
@@ -30,3 +31,40 @@ def test_classes_that_vllm_loads_by_name_exist(first_runner: bool) -> None:
         module, _, defined = name.replace(":", ".").removeprefix(f"{PACKAGE}.").partition(".")
         tree = ast.parse((FOLDER / f"{module}.py").read_text())
         assert defined in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}, name
+
+
+@pytest.mark.parametrize(
+    ("gpus", "first_runner", "own", "expected"),
+    [
+        (1, False, {}, {"cudagraph_mode": "FULL"}),
+        (1, False, {"compilation_config": {"level": 1}}, {"cudagraph_mode": "FULL", "level": 1}),
+        (
+            1,
+            False,
+            {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+            {"cudagraph_mode": "PIECEWISE"},
+        ),
+        (1, False, {"compilation_config": 2}, 2),
+        (1, True, {}, None),
+        (0, False, {}, None),
+    ],
+)
+def test_steps_are_captured_whole_on_gpus_unless_configured(
+    gpus: int, first_runner: bool, own: dict[str, object], expected: object
+) -> None:
+    target = {"engine": "vllm", "resources_per_rank": {"num_gpus": gpus}, "cache_per_rank": {"gib": 1}, "vllm": own}
+    config = validated({"model": {"target": "TARGET"}, "draft": {"method": "ngram"}, "target": target})
+    assert engine_arguments(config, "TARGET", 100, first_runner).get("compilation_config") == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ({"resources_per_rank": {"num_gpus": 0.5}}, "vLLM waits for a whole GPU for each rank; set it to 1"),
+        ({"vllm": {"enable_batch_sharded_sampling": True}}, "enable_batch_sharded_sampling cannot be set: every rank"),
+    ],
+)
+def test_what_vllm_hangs_or_errs_on_is_refused(target: dict[str, object], message: str) -> None:
+    base = {"engine": "vllm", "cache_per_rank": {"gib": 1}}
+    with pytest.raises(ConfigError, match=message):
+        validated({"model": {"target": "TARGET"}, "draft": {"method": "ngram"}, "target": base | target})
