@@ -250,6 +250,8 @@ def _read(
     model = empty_model(folder, config, dtype)
     if mismatch(model, stored):
         check_tensors(model, {key: tensor.shape for key, tensor in stored.items()}, folder)
+        if group.size == 1:
+            check_no_strays(folder, stored)
     try:
         sources = Sources.of(model, stored)
         if missing := model.state_dict().keys() - sources.single.keys() - sources.stacked.keys():

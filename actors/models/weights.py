@@ -392,6 +392,8 @@ class _Plan:
         parts = []
         begin = 0
         for at, keys in enumerate(blocks):
+            if len(keys) != len(place):
+                raise ValueError(f"{name} is stacked from {len(keys)} tensors, but the model has {len(place)} experts")
             shape = self._stored[keys[0]].shape
             part = None if cut is None else _block_cut(cut, at, shape)
             end = begin + (part.length * len(part.begins) if part is not None and part.dim == 0 else shape[0])
@@ -401,6 +403,8 @@ class _Plan:
                     _Part(tensor.path, tensor.key, name, part, place[expert, begin:end], name in self._weights)
                 )
             begin = end
+        if begin != place.shape[1]:
+            raise ValueError(f"the tensors stacked into {name} have {begin} rows, not {place.shape[1]}")
         return parts
 
 
@@ -427,6 +431,8 @@ def _read_run(run: list[_Part]) -> list[_Part]:
     with _opened(run[0].path) as shard:
         for part in run:
             values = shard.get_tensor(part.key) if part.cut is None else part.cut.of(shard.get_slice(part.key))
+            if values.shape != part.into.shape:
+                raise ValueError(f"{part.key} is {tuple(values.shape)}, expected {tuple(part.into.shape)}")
             part.into.copy_(values)
     return run
 

@@ -25,7 +25,9 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         self.processor_factories = PROCESSOR_FACTORIES
         self.extra_results: dict[str, ExtraResults] = {}  # of the latest step, by session
         self._vocabulary = int(vllm_config.additional_config[VOCABULARY_KEY])
-        self.fed: Mapping[str, FedBlock] = {}  # of the step in progress, by vLLM's request id; set by the worker
+        # The worker sets both, because vLLM passes no host copy of a step's layout.
+        self.names: Mapping[int, str] = {}  # vLLM's request ids by slot
+        self.fed: Mapping[str, FedBlock] = {}  # of the step in progress, by vLLM's request id
         self._states = req_states
         self._sessions: dict[int, SessionDraws] = {}  # by vLLM's request slot
 
@@ -40,7 +42,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Decides all blocks of the step; waits for the device once, for the decisions."""
         slots = [int(slot) for slot in ctx.idx_mapping_np]
-        fed = [self.fed[self._states.index_to_req_id[slot]] for slot in slots]
+        fed = [self.fed[self.names[slot]] for slot in slots]
         starts = [*accumulate((1 + len(block.drafted) for block in fed), initial=0)]
         assert starts[-1] == len(logits), f"{len(logits)} rows of logits, but {starts[-1]} were scheduled"
         deciding = [at for at, (slot, block) in enumerate(zip(slots, fed, strict=True)) if self._decides(slot, block)]

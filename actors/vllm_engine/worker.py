@@ -212,6 +212,7 @@ def take_drafts_from_scheduler(runner: Any, states: WorkerStates | None, draws: 
     step's blocks to `draws`, the logits processor.
     """
     runner.speculator = NoSpeculator(runner.req_states, states)
+    draws.names = runner.req_states.index_to_req_id
     runner.execute_model = _with_drafts(runner, draws, runner.execute_model)
 
 
