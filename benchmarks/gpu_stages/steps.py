@@ -65,7 +65,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
     if not model.config.tie_word_embeddings:
         embedding = model.get_input_embeddings().weight
         weights -= embedding.numel() * embedding.element_size()
-    return weights
+    return int(weights)
 
 
 @torch.inference_mode()
@@ -117,7 +117,7 @@ class CpuMarks:
         return time.perf_counter()
 
     def ms(self, before: Any, after: Any) -> float:
-        return 1e3 * (after - before)
+        return float(1e3 * (after - before))
 
 
 @dataclass(frozen=True)

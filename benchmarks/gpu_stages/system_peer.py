@@ -148,7 +148,9 @@ async def _serve_target(sizes: PairSizes, device: torch.device, connection: Conn
         replicas[arm] = TargetReplica(engine, limits, *IDENTITY, STEP_TIMEOUT_S, pacing, cost)
         replicas[arm].timeline = Timeline(replicas[arm].timeline.now, TRACED_EVENTS)
         servers[arm] = await serve_target(replicas[arm], "127.0.0.1")
-    connection.send((found, serving.facts, {arm: server.address for arm, server in servers.items()}))
+    facts = serving.facts
+    del model, serving  # frees weights that the decoder has merged
+    connection.send((found, facts, {arm: server.address for arm, server in servers.items()}))
     timelines = {arm: replica.timeline for arm, replica in replicas.items()}
     await _until_stopped(connection, "target", timelines, [replica.run() for replica in replicas.values()])
 

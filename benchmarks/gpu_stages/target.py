@@ -147,6 +147,8 @@ def run(setting: Setting, emit: Emit) -> None:
         try:
             for step in bench.measured(case):
                 emit(step)
+            if bench.captures is not None and not bench.is_capturable(case):
+                emit(Unmeasured(f"captured, {what}", "the step exceeds the largest shape, so it runs eagerly"))
         except torch.OutOfMemoryError as error:
             emit(Unmeasured(what, f"out of memory: {error}"))
             torch.cuda.empty_cache()
@@ -248,13 +250,13 @@ class TargetBench:
             return f"attention {self._report.chosen} takes no trees"
         return ""
 
+    def is_capturable(self, case: Case) -> bool:
+        return case.rows * (1 + len(case.parents)) <= self._buckets.tokens[-1]
+
     def measured(self, case: Case) -> Iterator[TargetStep]:
-        """Yields the results of all modes. Steps beyond the largest bucket are eager in both."""
+        """Yields the results of all modes."""
         plan = self._plan(case)
-        tokens = case.rows * (1 + len(case.parents))
-        engines = self._engines
-        if tokens > self._buckets.tokens[-1]:
-            engines = {EAGER: engines[EAGER]}
+        engines = self._engines if self.is_capturable(case) else {EAGER: self._engines[EAGER]}
         times = step_times(engines, plan, self._sizes.repeats)
         cached_bytes = case.rows * (case.context + 1 + len(case.parents)) * self._shape.page_bytes // PAGE_SIZE
         floor_ms = 1e3 * (self._weights + cached_bytes) / self._bandwidth
