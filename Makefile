@@ -59,15 +59,17 @@ gpu-bench-tiny: setup
 test-gpu: setup
 	$(BIN)/pytest tests/gpu -rs
 
-# The Triton kernel in Triton's interpreter, and compiled for several GPUs; needs no GPU.
+# The Triton kernel in Triton's interpreter, and compiled for several GPUs; needs no GPU. Skipped if the wheel is not
+# available.
 test-triton: setup .triton/.complete
-	PYTHONPATH=.triton TRITON_INTERPRET=1 $(BIN)/pytest tests/unit/actors/attention tests/unit/actors/engine/test_static_step.py -rs \
-		--numprocesses 2 --dist worksteal
-	PYTHONPATH=.triton $(BIN)/python -m tests.unit.actors.attention.compile_kernels
+	@test -d .triton/triton || { echo 'skipped: triton is not to be had here'; exit 0; } \
+		&& PYTHONPATH=.triton TRITON_INTERPRET=1 $(BIN)/pytest tests/unit/actors/attention \
+			tests/unit/actors/engine/test_static_step.py -rs --numprocesses 2 --dist worksteal \
+		&& PYTHONPATH=.triton $(BIN)/python -m tests.unit.actors.attention.compile_kernels
 
 # Triton takes 1 GB. This version comes with torch's CUDA build.
 .triton/.complete:
-	$(BIN)/pip install --no-deps --target .triton triton==3.7.1
+	$(BIN)/pip install --no-deps --target .triton triton==3.7.1 || true
 	touch $@
 
 # The live page in Chromium; skipped without it. Needs `pip install '.[browser]'`.
