@@ -154,7 +154,7 @@ class CapturedPair:
         )  # fmt: skip
         model = LlamaForCausalLM(config).to(device, dtype).eval()
         self._shape = attention_shape(model, PAGE_SIZE)
-        attention, _ = choose_attention(self._shape, device)
+        attention, _ = choose_attention(self._shape, device, captures=True)
         padded = capturable(attention, device)
         self.why_not = NOT_PADDED.format(attention.name) if padded is None else ""
         self.buckets = Buckets.for_sessions(sizes.sessions, sizes.pages_each * PAGE_SIZE, PAGE_SIZE)
@@ -301,7 +301,7 @@ class ByPaddedPlans:
 @torch.inference_mode()
 def check_attention(shape: AttentionShape, device: torch.device, emit: Emit) -> None:
     """Compares all backends, as at a target's start, and the padded plans of the selected one."""
-    attention, report = choose_attention(shape, device)
+    attention, report = choose_attention(shape, device, captures=True)
     for one in report.tried:
         emit(AttentionCheck(one.name, shape.head_dim, one.step_ms, one.refused, one.no_trees))
     padded = capturable(attention, device)

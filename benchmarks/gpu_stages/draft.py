@@ -103,7 +103,7 @@ def measure(quantization: str, products: Products, sizes: Sizes, setting: Settin
     model = sized_model(sizes.model, sizes.vocabulary, device, products.dtype)
     bytes_each = weight_bytes(model) if quantization == "none" else weight_bytes(model) // model.dtype.itemsize
     floor_ms = 1e3 * bytes_each / copy_bandwidth(device)
-    attention, _ = choose_attention(attention_shape(model, PAGE_SIZE), device)
+    attention, _ = choose_attention(attention_shape(model, PAGE_SIZE), device, captures=True)
     padded = capturable(attention, device)
     decoder = decoder_for(model, products.product)
     each = -(-(sizes.context + max(sizes.draft_tokens) + 1) // PAGE_SIZE)
