@@ -85,12 +85,16 @@ def test_audits_apply_the_adapter(served: Served) -> None:
 
 
 def test_a_session_moves_with_its_adapter(served: Served, expected: dict[tuple[str, int], str]) -> None:
+    def busy() -> list[int]:
+        return [replica["pid"] for replica in served.inspect("Target") if not replica["idle"]]
+
+    eventually(lambda: not busy(), "audits of earlier requests have ended")
     pieces = []
     for event in complete(served, "loud", 1, stream=True, extra_body={"speculation": {"draft_tokens": 0}}):
         pieces.append(event.choices[0].text)
         if len(pieces) == 5:
-            (busy,) = [replica["pid"] for replica in served.inspect("Target") if not replica["idle"]]
-            os.kill(busy, signal.SIGKILL)
+            (pid,) = busy()
+            os.kill(pid, signal.SIGKILL)
     assert "".join(pieces) == expected["loud", 1]
     moved = samples(served, "slipstream_handovers_total", pool="target", model="base")
     assert sum(one.value for one in moved) > 0
