@@ -92,6 +92,6 @@ def _version(package: str) -> str | None:
 def _output(*command: str) -> str | None:
     """Returns a command's output; None if it is missing or fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -60,7 +60,7 @@ STEPS = 6
 def target_rank(index: int, folder: Path, ranks: int) -> None:
     """Runs a rank; the leader writes the tokens of two sessions."""
     resources = Resources(num_cpus=1)
-    spec = RankSpec(str(folder), 33, "float32", len(NAMES), 64, CacheConfig(page_size=16), resources, ranks)
+    spec = RankSpec(str(folder), 33, "float32", len(NAMES), 64, CacheConfig(page_size=16), resources, ranks, 64)
     rank = Rank(index, spec)
     rank.load(f"file://{folder / f'meeting-{ranks}'}")
     rank.allocate(8)
