@@ -259,8 +259,8 @@ class LlamaDecoder:
     """Decoder for Llama, Mistral, Qwen2 and Qwen3, with fewer operations than their own code.
 
     Takes over the model's weights layer by layer, so that no more than one layer is held twice. The model's own linear
-    layers cannot be used afterwards. Positions are below `context`, or up to SPARE_POSITIONS more while costs are
-    measured; by default, below the model's own maximum.
+    layers cannot be used afterwards. Positions are below `context`, by default the model's own maximum, or up to
+    SPARE_POSITIONS more while costs are measured.
     """
 
     def __init__(self, model: PreTrainedModel, product: Product = projection, context: int | None = None) -> None:
@@ -269,8 +269,8 @@ class LlamaDecoder:
         dim = int(first.head_dim)
         self._heads = AttentionHeads(first.q_proj.weight.shape[0] // dim, first.k_proj.weight.shape[0] // dim, dim)
         self._embedding = body.embed_tokens.weight.detach()
-        positions = int(model.config.max_position_embeddings) if context is None else context + SPARE_POSITIONS
-        self._rotate = RotationTable(body.rotary_emb, self._embedding[:1], positions)
+        positions = int(model.config.max_position_embeddings) if context is None else context
+        self._rotate = RotationTable(body.rotary_emb, self._embedding[:1], positions + SPARE_POSITIONS)
         self._layers = [_layer(module, product) for module in body.layers]
         self._least_rows = self._layers[0].qkv.fastest_rows
         self._norm = _norm(body.norm)
