@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,7 +89,11 @@ def test_a_session_moves_with_its_adapter(served: Served, expected: dict[tuple[s
     def busy() -> list[int]:
         return [replica["pid"] for replica in served.inspect("Target") if not replica["idle"]]
 
-    eventually(lambda: not busy(), "audits of earlier requests have ended")
+    def is_idle() -> bool:
+        """Returns whether no audit of an earlier request starts for two seconds."""
+        return not any(busy() or time.sleep(0.1) for _ in range(20))
+
+    eventually(is_idle, "audits of earlier requests have ended")
     pieces = []
     for event in complete(served, "loud", 1, stream=True, extra_body={"speculation": {"draft_tokens": 0}}):
         pieces.append(event.choices[0].text)
