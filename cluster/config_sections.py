@@ -306,7 +306,7 @@ REFUSED_VLLM_OPTIONS: Mapping[str, str] = MappingProxyType(
         "pipeline_parallel_size": "several steps in flight are untested",
         "data_parallel_size": "a replica is one engine; set target.replicas instead",
         "decode_context_parallel_size": "it is untested",
-        "enable_batch_sharded_sampling": "every rank must decide all sessions alike",
+        "enable_batch_sharded_sampling": "every rank must decide every session",
         "kv_transfer_config": "externally stored pages are untested",
         "kv_offloading_size": "externally stored pages are untested",
         "kv_offloading_backend": "externally stored pages are untested",

@@ -60,7 +60,7 @@ class PaddedSdpaPlan:
         visible = self._visible
         if options.window is not None:
             visible = visible & (self._distances < options.window)
-        # A mask does not hide NaN in memory of other rows.
+        # Masking scores does not hide NaN values in other rows' memory.
         cached = torch.where(self._exists[:, :, None, None], pool[self._pool_slots], 0)[self._row]
         repeat = query.shape[1] // (pool.shape[1] // 2)
         key, value = (part.transpose(1, 2).repeat_interleave(repeat, 1) for part in cached.chunk(2, dim=2))

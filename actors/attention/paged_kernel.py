@@ -33,7 +33,7 @@ STEP_NUMBERS = ("rows", "pages", "splits", "query_token_stride", "query_head_str
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Sizes of a program's products; they depend only on the model, so that all steps round alike."""
+    """Tile sizes of a program's matrix products. They depend only on the model, so all steps round the same way."""
 
     tokens: int
     queries: int  # tokens x heads that share a key head, padded to a power of two
@@ -91,7 +91,7 @@ def attend(
         "HAS_WINDOW": options.window is not None,
         "SPLIT": SPLIT,
         "BLOCK_D": blocks.dims,
-        # Fusing a multiply and an add rounds once instead of twice, and both kernels must round alike.
+        # Fusing a multiply and an add rounds once instead of twice, and both kernels must round the same way.
         "enable_fp_fusion": False,
     }
     # Each row has at least as many programs as blocks; see `_row_of`.

@@ -182,12 +182,7 @@ class AttentionReport:
     chosen: str
     tried: tuple[TriedBackend, ...] = ()
     takes_trees: bool = True
-    for_trees: str = ""  # the backend for steps with trees, if it is not the one for chains
-
-    @property
-    def for_chains(self) -> str:
-        """Name of the backend for steps of chains."""
-        return self.chosen.split(",")[0]
+    combined: tuple[str, str] | None = None  # names of the backends for chains and for trees, if they differ
 
     @property
     def is_fallback(self) -> bool:
@@ -266,7 +261,6 @@ class ChainsAndTrees:
 
     def __init__(self, chains: AttentionBackend, trees: AttentionBackend) -> None:
         self.name = f"{chains.name}, {trees.name} for trees"
-        self.for_trees = trees.name
         self._chains = chains
         self._trees = trees
 
@@ -283,8 +277,8 @@ def fastest(
 ) -> tuple[AttentionBackend, AttentionReport]:
     """Returns the fastest correct backend; if it does not support trees, the fastest that does serves these.
 
-    If steps are to be captured, backends that support this come first, since a captured step saves more time than any
-    kernel. `SdpaGather` is the reference, and the result only if no backend is correct.
+    With `captures`, backends that can be captured come first: capturing a step saves more time than the fastest kernel.
+    `SdpaGather` is the reference, and the result only if no backend is correct.
     """
     reference = SdpaGather()
     tried = [TriedBackend(reference.name, _step_ms(reference, trial, clock))]
@@ -306,8 +300,9 @@ def fastest(
         return reference, AttentionReport(reference.name, tuple(tried))
     best = min(correct, key=lambda one: one[:2])
     if takes_trees and best not in takes_trees:
-        combined = ChainsAndTrees(best[2], min(takes_trees, key=lambda one: one[:2])[2])
-        return combined, AttentionReport(combined.name, tuple(tried), for_trees=combined.for_trees)
+        for_trees = min(takes_trees, key=lambda one: one[:2])[2]
+        backends = ChainsAndTrees(best[2], for_trees)
+        return backends, AttentionReport(backends.name, tuple(tried), combined=(best[2].name, for_trees.name))
     return best[2], AttentionReport(best[2].name, tuple(tried), bool(takes_trees))
 
 
@@ -362,9 +357,10 @@ def create_backend(report: AttentionReport, shape: AttentionShape, device: torch
     if report.chosen == FALLBACK:
         return SdpaGather()
     factories = gpu_factories(shape, device)
-    backend = factories[report.for_chains]()
-    if report.for_trees:
-        backend = ChainsAndTrees(backend, factories[report.for_trees]())
+    if report.combined is None:
+        backend = factories[report.chosen]()
+    else:
+        backend = ChainsAndTrees(*(factories[name]() for name in report.combined))
     Trial(shape, device).build(backend, report.takes_trees)
     return backend
 

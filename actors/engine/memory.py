@@ -16,7 +16,7 @@ MIB = 1 << 20
 PAGE_SIZES = (64, 128, 256, 512, 1024)  # proposed for models with recurrent layers
 SHARE_OF_FREE = {"cuda": 0.9, "cpu": 0.5}  # usable share of free memory; on a host, other programs need the rest
 CONTEXT_BYTES = 512 * MIB  # CUDA context: the driver's state and loaded kernels, which torch's allocator does not count
-GRAPHS = 40  # captured graphs, one per bucket of tokens and rows
+GRAPHS = 48  # captured graphs: 24 numbers of tokens, with and without sampled positions
 GRAPH_BYTES = (
     10 * MIB
 )  # estimate per graph: its kernels' parameters in the driver; graphs share one pool of activations

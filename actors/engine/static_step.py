@@ -89,8 +89,6 @@ class Buckets:
         at = bisect_left(self.tokens, total)
         if at == len(self.tokens) or len(rows) > self.rows:
             return None
-        if any(row.states is not None for row in rows):
-            return None
         return self._shape(self.tokens[at], bool(draws.sampled))
 
     def _shape(self, tokens: int, samples: bool) -> StepShape:

@@ -221,12 +221,12 @@ class Rank:
             spec.context,
             device,
             spec.resources.gpu_share,
-            Reserve.of_steps(spec.logit_rows, columns, device, captures_graphs=True),
+            Reserve.of_steps(spec.logit_rows, columns, device, captures_graphs=spec.ranks == 1),
         )
         return RankReport(os.getpid(), pages, loaded.report, attention)
 
     def _create_attention(self, shape: AttentionShape) -> AttentionReport:
-        """Creates the attention backend that the leader chooses, since every rank must compute alike."""
+        """Creates the attention backend that the leader chooses, since ranks must compute the same results."""
         if self._spec.invariant and self._device.type == "cpu":
             self._attention = invariant_attention(shape)
             return AttentionReport(SdpaGather.name)

@@ -119,7 +119,7 @@ _Kind = tuple[bool, Acceptance, bool]
 def draws_of(blocks: Sequence[PendingBlock], positions: Sequence[int] | None = None) -> Draws:
     """Returns the draws of the blocks' positions; by default, these are all positions with logits.
 
-    Where a block is not drawn in the step, the likeliest token is drawn and is to be ignored.
+    All other positions get the likeliest token, which callers ignore.
     """
     sampled: list[int] = []
     keys: list[int] = []

@@ -30,7 +30,7 @@ class Filters:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], device: torch.device) -> "Filters":
-        """Copies the parameters of one position per sampling to a device; none may be greedy."""
+        """Copies parameters to a device, for one position per sampling. Requires samplings that are not greedy."""
         temperatures = [sampling.temperature for sampling in samplings]
         top_ps = [sampling.top_p for sampling in samplings]
         log_min_ps = [math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf for sampling in samplings]

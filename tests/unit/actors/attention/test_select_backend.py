@@ -190,7 +190,7 @@ def test_followers_create_the_backend_of_the_leader_without_measuring(monkeypatc
     with pytest.raises(ImportError, match="no such library"):
         create_backend(AttentionReport("absent"), SHAPE, CPU)
     makes["other"] = lambda: TimedBackend("other", clock, 1.0)
-    combined = create_backend(AttentionReport("quick, other for trees", for_trees="other"), SHAPE, CPU)
+    combined = create_backend(AttentionReport("quick, other for trees", combined=("quick", "other")), SHAPE, CPU)
     assert combined.name == "quick, other for trees"
 
 
