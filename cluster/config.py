@@ -369,9 +369,13 @@ class DraftPool(Section):
             )
         for section in ("draft_model", self.model_method):
             quantization = getattr(getattr(self, section), "quantization", "none")
-            if quantization != "none" and self.resources.num_gpus:
+            if quantization == "int8" and self.resources.num_gpus:
                 raise ValueError(
-                    f"{section}.quantization {quantization} requires CPUs; remove it, or set resources.num_gpus to 0"
+                    f"{section}.quantization int8 requires CPUs; set it to fp8 or int4, or resources.num_gpus to 0"
+                )
+            if quantization in ("fp8", "int4") and not self.resources.num_gpus:
+                raise ValueError(
+                    f"{section}.quantization {quantization} requires GPUs; set it to int8, or set resources.num_gpus"
                 )
         _check_slots(self.replicas, self.max_sessions)
         self._check_learning()

@@ -34,12 +34,15 @@ def _check_rising(ids: Sequence[int], name: str) -> None:
         raise ValueError(f"{name} is {list(ids)}, expected a non-empty, strictly increasing list of ids from 0")
 
 
+Quantization = Literal["none", "int8", "fp8", "int4"]
+
+
 class DraftModelOptions(Section):
     """Options of methods that run a draft model."""
 
-    quantization: Literal["none", "int8"] = Field(
+    quantization: Quantization = Field(
         "none",
-        description="int8: 8-bit matrix products, about twice as fast; CPUs only",
+        description="of matrix products; int8: CPUs, twice as fast; fp8, int4: GPUs",
     )
     min_confidence: float = Field(
         0.0,
@@ -106,9 +109,9 @@ class HeadOptions(Section):
     """Options of methods with a draft head, which reads the target's hidden states."""
 
     draft_probs_top_k: int = Field(64, ge=1, le=1024, description="probabilities per token for rejection sampling")
-    quantization: Literal["none", "int8"] = Field(
+    quantization: Quantization = Field(
         "none",
-        description="int8: 8-bit matrix products; CPUs only",
+        description="of matrix products; int8: CPUs; fp8, int4: GPUs",
     )
 
 

@@ -164,6 +164,15 @@ def test_every_key_has_a_place_in_the_schema():
 INT8 = {"model": "org/draft", "draft_model": {"quantization": "int8"}}
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_float8_and_four_bits_are_for_gpus(quantization):
+    draft = {"model": "org/draft", "draft_model": {"quantization": quantization}}
+    with pytest.raises(ConfigError, match=rf"draft_model\.quantization {quantization} requires GPUs"):
+        validated(SMALLEST | {"draft": draft})
+    on_gpus = validated(SMALLEST | {"draft": draft | {"resources": {"num_gpus": 1}}})
+    assert on_gpus.draft.draft_model.quantization == quantization
+
+
 def test_eight_bits_are_for_cpus():
     with pytest.raises(ConfigError, match=r"draft_model\.quantization int8 requires CPUs"):
         validated(SMALLEST | {"draft": INT8 | {"resources": {"num_gpus": 0.5}}})

@@ -9,12 +9,16 @@ from torch import nn
 
 from actors.compute.linear import (
     EightBitProjection,
+    FloatEightProjection,
+    FourBitProjection,
     InvariantProducts,
     PackedLinear,
     PackedProjection,
     PlainProjection,
     can_pack,
     can_round,
+    float_eight,
+    four_bit,
     pack_linears,
     projection,
 )
@@ -97,6 +101,43 @@ def test_rows_and_weights_of_zeros_give_zeros():
     eight = EightBitProjection(torch.zeros(24, 16), None)
     assert not eight(torch.zeros(3, 16)).any()
     assert not eight(torch.zeros(1, 16)).any()
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("shape", [(1,), (9,), (2, 3)])
+@pytest.mark.parametrize(
+    ("kind", "off"),
+    [(FloatEightProjection, 0.05), (FourBitProjection, 0.12)],  # normal weights: 3 bits of mantissa, 16 levels
+)
+def test_gpu_products_in_fewer_bits_differ_only_by_rounding(kind, off, shape, with_bias):
+    torch.manual_seed(1)
+    weight = torch.randn(48, 256).bfloat16()
+    bias = torch.randn(48).bfloat16() if with_bias else None
+    rounded = kind(weight, bias)
+    x, other = (torch.randn(*shape, size).bfloat16() for size in (256, 48))
+    expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert rounded(x).shape == expected.shape
+    assert ((rounded(x).float() - expected).norm() / expected.norm()) < off
+    kept = other.clone()
+    torch.testing.assert_close(rounded.plus(x, other), rounded(x) + other)
+    torch.testing.assert_close(other, kept)
+
+
+@pytest.mark.parametrize("kind", [FloatEightProjection, FourBitProjection])
+def test_gpu_products_in_fewer_bits_keep_zeros_and_large_rows_apart(kind):
+    torch.manual_seed(1)
+    x = torch.randn(3, 256).bfloat16()
+    assert not kind(torch.zeros(48, 256).bfloat16(), None)(x).any()
+    rounded = kind(torch.randn(48, 256).bfloat16(), None)
+    beside = torch.cat((1000 * x[:1], x))
+    torch.testing.assert_close(rounded(beside)[1:], rounded(x))
+
+
+@pytest.mark.parametrize(("product", "outputs", "inputs"), [(float_eight, 17, 256), (four_bit, 48, 192)])
+def test_shapes_without_a_kernel_are_multiplied_exactly(product, outputs, inputs):
+    weight = torch.randn(outputs, inputs)
+    x = torch.randn(2, inputs)
+    torch.testing.assert_close(product(weight, None)(x), F.linear(x, weight))
 
 
 class Special(nn.Linear):

@@ -307,9 +307,15 @@ def test_operations_around_8_bit_products_use_float32() -> None:
         assert choose_products("int8", "bfloat16", CPU).dtype is torch.float32
 
 
-def test_unsupported_8_bit_products_are_refused() -> None:
-    with pytest.raises(ModelError, match="8-bit products are not supported on meta"):
-        choose_products("int8", "bfloat16", torch.device("meta"))
+@pytest.mark.parametrize(
+    ("quantization", "device"), [("int8", torch.device("meta")), ("fp8", CPU), ("int4", CPU)], ids=str
+)
+def test_unsupported_products_are_refused(quantization: str, device: torch.device) -> None:
+    with pytest.raises(ModelError, match=f"{quantization} is not supported on {device}"):
+        choose_products(quantization, "bfloat16", device)
+
+
+def test_8_bit_products_of_integers_are_for_cpus() -> None:
     gpu = {"method": "mtp", "mtp": {"quantization": "int8"}, "resources": {"num_gpus": 1}}
     with pytest.raises(ConfigError, match=r"mtp\.quantization int8 requires CPUs"):
         validated({"model": {"target": "t"}, "draft": gpu})
