@@ -209,13 +209,19 @@ def is_chosen(session: str, share: float) -> bool:
 
 
 class Audits:
-    """Queues audits and counts their results; calls `alarm` for every difference."""
+    """Queues audits and counts their results; calls `alarm` for every difference.
 
-    def __init__(self, config: AuditConfig, dtype: str, alarm: Callable[[Difference], None]) -> None:
+    With invariant numerics, every mismatch is a difference by default, however small its margin.
+    """
+
+    def __init__(
+        self, config: AuditConfig, dtype: str, alarm: Callable[[Difference], None], numerics: str = "fast"
+    ) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.widest_near_tie = 0.0  # largest near-tie margin, in logits
         self._config = config
-        self._near_tie = NEAR_TIES[dtype] if config.near_tie is None else config.near_tie
+        usual = 0.0 if numerics == "invariant" else NEAR_TIES[dtype]
+        self._near_tie = usual if config.near_tie is None else config.near_tie
         self._alarm = alarm
         self._waiting: deque[Replay] = deque()
         self._running: Replay | None = None

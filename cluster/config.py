@@ -425,7 +425,7 @@ class AuditConfig(Section):
     near_tie: float | None = Field(
         None,
         ge=0,
-        description="logit margin below which a mismatch counts as rounding; default: by dtype",
+        description="logit margin below which a mismatch counts as rounding; default: by dtype, 0 if invariant",
     )
     max_waiting: Positive = Field(64, description="maximum queued audits")
     max_waiting_tokens: Positive = Field(1 << 18, description="maximum tokens of queued audits")

@@ -131,7 +131,7 @@ def start_model(
         ServeMembership(pools[served.target], pools[served.drafter]),
         identity,
         RouterLimits(config.server.max_requests, config.server.target_wait_s, prefixes),
-        Audits(config.server.audit, config.model.dtype, alarm),
+        Audits(config.server.audit, config.model.dtype, alarm, config.model.numerics),
         credentials=credentials_of(config.trust, PeerRole.ROUTER),
         tracer=tracing.sessions("route"),
         examples=offer,

@@ -31,9 +31,9 @@ def an_ended(name: str, committed: tuple[int, ...] = TEXT, **changes: Any) -> Se
 class AuditHarness:
     """Router's audits with its reachable targets."""
 
-    def __init__(self, targets: str = "TU", **config: Any) -> None:
+    def __init__(self, targets: str = "TU", numerics: str = "fast", **config: Any) -> None:
         self.found: list[Difference] = []
-        self.audits = Audits(AuditConfig(**{"share": 1.0, **config}), "float32", self.found.append)
+        self.audits = Audits(AuditConfig(**{"share": 1.0, **config}), "float32", self.found.append, numerics)
         self.targets = Peers("router")
         self.now = 0.0
         for address in targets:
@@ -236,11 +236,13 @@ def test_a_difference_is_counted_and_alarmed():
     assert (harness.outcomes, harness.audits.state) == ({"differs": 1}, "differs")
 
 
-def test_the_near_tie_margin_follows_the_dtype_unless_configured():
+def test_the_near_tie_margin_follows_dtype_and_numerics_unless_configured():
     for config, margin, outcome in (
         ({}, 0.001, "near_tie"),
         ({}, 0.003, "differs"),
         ({"near_tie": 0.01}, 0.003, "near_tie"),
+        ({"numerics": "invariant"}, 1e-6, "differs"),
+        ({"numerics": "invariant", "near_tie": 0.01}, 0.003, "near_tie"),
     ):
         harness = AuditHarness(**config)
         target, sent = a_difference(harness, margin)
