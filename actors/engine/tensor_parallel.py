@@ -222,7 +222,7 @@ class Rank:
             spec.context,
             device,
             spec.resources.gpu_share,
-            Reserve.of_steps(spec.logit_rows, columns, device, captures_graphs=spec.ranks == 1),
+            Reserve.of_steps(spec.logit_rows, columns, device, captures_graphs=True),
         )
         return RankReport(os.getpid(), pages, loaded.report, attention)
 
@@ -232,7 +232,7 @@ class Rank:
             self._attention = invariant_attention(shape)
             return AttentionReport(SdpaGather.name)
         if self._index == 0:
-            self._attention, report = choose_attention(shape, self._device, captures=self._spec.ranks == 1)
+            self._attention, report = choose_attention(shape, self._device, captures=True)
             return from_leader(report) if self._group.size > 1 else report
         report = from_leader(AttentionReport(SdpaGather.name))
         self._attention = create_backend(report, shape, self._device)
@@ -257,7 +257,7 @@ class Rank:
             context=spec.context,
             is_checked=True,  # the leader checked the model while loading
             vocabulary=spec.vocabulary if self._index == 0 or decoder.shard.group.size > 1 else None,
-            recording=recording_on(self._device, self._attention, decoder, spec.ranks, buckets),
+            recording=recording_on(self._device, self._attention, decoder, buckets),
         )
         self._model = None  # the runner holds the parts that it needs
         self._runner.capture_steps()
