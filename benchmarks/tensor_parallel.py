@@ -2,9 +2,12 @@
 
     python benchmarks/tensor_parallel.py FOLDER [--ranks 3] [--dtype bfloat16] [--json FILE]
 
-One process holds the whole model and computes with one thread, then with `--threads`; each rank has one thread. All
-sides alternate for many rounds, so background load affects all of them. A ratio is the median over the rounds against
-the faster of the two single-process times, because synchronized threads suffer most on a busy machine.
+One process holds the whole model and computes with one thread, then with `--threads`; each rank has one thread. Apart
+from forward passes, the benchmark measures draws of tokens from random logits: ranks gather the logits and rank 0
+draws, or each rank draws from its shard of the vocabulary. All sides alternate for many rounds, so background load
+affects all of them. A ratio is the median over the rounds: of draws from shards against those from gathered logits,
+otherwise against the faster of the two single-process forward passes, because synchronized threads suffer most on a
+busy machine.
 """
 
 import argparse
@@ -14,7 +17,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,17 +29,22 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from actors.compute.collectives import Group, SingleRank, TorchGroup, join
+from actors.compute.collectives import Group, Shard, SingleRank, TorchGroup, join
 from actors.compute.kv_cache import InputRow
 from actors.engine.runner import ModelRunner
 from actors.models.checkpoint import load
 from actors.models.weights import LoadReport
+from actors.sampling.draws import DrawsOnDevice, draw_tokens
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
-MAX_TOKENS = 8
+MAX_TOKENS = 16
 WHOLE = ("one rank, one thread", "one rank, all threads")
 SPLIT = ("ranks", "ranks over gloo")
+FORWARD = "forward"
+ALL_REDUCES = "all-reduces alone"
+GATHERED_DRAWS = "draws from gathered logits"
+SHARDED_DRAWS = "draws from shards"
 
 
 @dataclass(frozen=True)
@@ -51,11 +60,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Order:
-    """Next measurement: a forward pass of `tokens` tokens or, if `bare`, only its all-reduces."""
+    """Next measurement: a forward pass of `tokens` tokens, or another part of a step."""
 
     side: str
     tokens: int
-    bare: bool = False
+    part: str = FORWARD
 
 
 class Side:
@@ -68,6 +77,15 @@ class Side:
         config = loaded.model.config
         self._width = config.hidden_size
         self._layers = config.num_hidden_layers
+        self._shard = Shard(group, config.vocab_size)
+        dtype = getattr(torch, setting.dtype)
+        self._logits = torch.randn(MAX_TOKENS, self._shard.own_columns).to(dtype)
+        self._parts = {
+            FORWARD: self._forward,
+            ALL_REDUCES: self._all_reduces,
+            GATHERED_DRAWS: self._draws_from_gathered_logits,
+            SHARDED_DRAWS: self._draws_from_shards,
+        }
         self._group = group
         self._setting = setting
         self._pages = tuple(range(-(-(setting.context + MAX_TOKENS) // PAGE_SIZE)))
@@ -77,9 +95,9 @@ class Side:
     def measure(self, order: Order) -> float:
         """Returns median seconds over the repeats."""
         torch.set_num_threads(self._threads)
-        work = self._all_reduces if order.bare else self._forward
-        work(order.tokens)
-        return statistics.median(seconds(lambda: work(order.tokens)) for _ in range(self._setting.repeats))
+        work = partial(self._parts[order.part], order.tokens)
+        work()
+        return statistics.median(seconds(work) for _ in range(self._setting.repeats))
 
     def _forward(self, tokens: int) -> None:
         self._runner.forward([InputRow((1,) * tokens, self._setting.context, tokens, self._pages)])
@@ -88,6 +106,20 @@ class Side:
         tensor = torch.zeros(tokens, self._width, dtype=getattr(torch, self._setting.dtype))
         for _ in range(2 * self._layers + 1):
             self._group.all_reduce(tensor)
+
+    def _draws_from_gathered_logits(self, tokens: int) -> None:
+        logits = self._shard.gather(self._logits[:tokens])
+        if self._group.rank == 0:
+            draw_tokens(logits, sampled(tokens))
+
+    def _draws_from_shards(self, tokens: int) -> None:
+        draw_tokens(self._logits[:tokens], sampled(tokens), self._shard)
+
+
+def sampled(positions: int) -> DrawsOnDevice:
+    """Returns draws at temperature 1 for all positions."""
+    every = torch.arange(positions)
+    return DrawsOnDevice(every, every, torch.ones(positions, dtype=torch.float64))
 
 
 def seconds(work: Callable[[], None]) -> float:
@@ -139,8 +171,10 @@ def compare(setting: Setting, threads: int, rounds: int) -> dict[str, object]:
         pipes = [mine for mine, _ in ends]
         loads = [pipe.recv()[0] for pipe in pipes]
         by_side = dict.fromkeys(WHOLE, pipes[:1]) | dict.fromkeys(SPLIT, pipes[1:])
-        orders = [Order(side, tokens) for tokens in (1, 8) for side in by_side]
-        orders += [Order(side, tokens, bare=True) for tokens in (1, 8) for side in SPLIT]
+        sizes = (1, MAX_TOKENS)
+        orders = [Order(side, tokens) for tokens in sizes for side in by_side]
+        parts = (ALL_REDUCES, GATHERED_DRAWS, SHARDED_DRAWS)
+        orders += [Order(side, tokens, part) for part in parts for tokens in sizes for side in SPLIT]
         found: dict[Order, list[float]] = {order: [] for order in orders}
         for _ in track(range(rounds), "Measuring", console=Console(stderr=True)):
             for order in orders:
@@ -153,20 +187,22 @@ def compare(setting: Setting, threads: int, rounds: int) -> dict[str, object]:
 
 
 def rows(found: dict[Order, list[float]]) -> list[dict[str, object]]:
-    """Returns median times in milliseconds and median ratios."""
+    """Returns median times in milliseconds and median ratios, of draws from shards to those from gathered logits."""
     shown = []
     for order, times in found.items():
-        bases = map(min, *(found[Order(side, order.tokens)] for side in WHOLE))
+        if order.part == SHARDED_DRAWS:
+            bases = iter(found[replace(order, part=GATHERED_DRAWS)])
+        else:
+            bases = map(min, *(found[Order(side, order.tokens)] for side in WHOLE))
         ratio = statistics.median(mine / base for mine, base in zip(times, bases, strict=True))
         shown.append({**asdict(order), "ms": round(1e3 * statistics.median(times), 2), "ratio": round(ratio, 2)})
     return shown
 
 
 def table(result: dict[str, object]) -> Table:
-    shown = Table("side", "tokens", "what", "ms", "ratio to one rank")
+    shown = Table("side", "tokens", "what", "ms", "ratio")
     for row in result["times"]:  # type: ignore[attr-defined]
-        what = "all-reduces alone" if row["bare"] else "forward"
-        shown.add_row(row["side"], str(row["tokens"]), what, str(row["ms"]), str(row["ratio"]))
+        shown.add_row(row["side"], str(row["tokens"]), row["part"], str(row["ms"]), str(row["ratio"]))
     return shown
 
 

@@ -5,11 +5,13 @@ import os
 import platform
 import tempfile
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 THREAD_TIMEOUT_S = 30.0  # a thread that does not respond within this time has failed
@@ -48,6 +50,34 @@ class SingleRank:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's columns of a matrix; the ranks' parts are consecutive and equal, but the last may be smaller."""
+
+    group: Group
+    columns: int  # of all ranks
+
+    @property
+    def width(self) -> int:
+        """Columns of the first rank."""
+        return -(-self.columns // self.group.size)
+
+    @property
+    def begin(self) -> int:
+        return min(self.group.rank * self.width, self.columns)
+
+    @property
+    def own_columns(self) -> int:
+        return min(self.width, self.columns - self.begin)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Gathers the columns of all ranks: (..., own columns) -> (..., columns)."""
+        if self.group.size == 1:
+            return own
+        gathered = self.group.all_gather(F.pad(own, (0, self.width - own.shape[-1])))  # (ranks, ..., width)
+        return gathered.movedim(0, -2).flatten(-2)[..., : self.columns]
 
 
 class ThreadGroup:

@@ -217,15 +217,15 @@ class FourBitProjection:
 
 
 class SharedProjection:
-    """Computes one rank's part of a product; `combine` sums or gathers the parts of all ranks."""
+    """Computes one rank's part of a product; `reduce` sums the parts of all ranks."""
 
-    def __init__(self, part: Projection, combine: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, part: Projection, reduce: Callable[[Tensor], Tensor]) -> None:
         self._part = part
-        self._combine = combine
+        self._reduce = reduce
         self.fastest_rows = part.fastest_rows
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._combine(self._part(x))
+        return self._reduce(self._part(x))
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         return self(x) + other

@@ -113,7 +113,7 @@ def draft_with(
     attention, _ = choose_attention(attention_shape(model, page_size), model.device, captures=True)
     # A session has a row for each possible outcome of its verdict.
     buckets = Buckets.for_sessions(min(OUTCOME_ROWS * draft.max_sessions, MAX_ROWS), setup.max_context, page_size)
-    recording = recording_on(model.device, attention, parts.decoder, 1, buckets)
+    recording = recording_on(model.device, attention, parts.decoder, buckets)
     reserve = Reserve.of_steps(
         draft.max_sessions * parts.masks.width,
         len(parts.token_ids),

@@ -44,6 +44,11 @@ class _SessionState:
             return ()
         return self.open.tokens[row.start + 1 : min(row.base_len + 1, self.open.prompt_len)]
 
+    def reads_logits(self, row: Row) -> bool:
+        """Returns whether scores or an audit's margin are computed from this row's logits."""
+        is_read = self.open.scoring.top is not None or self.open.rival is not None
+        return (row.decide and is_read) or bool(self.scored(row))
+
 
 class StepExecutor:
     """Runs step plans on a `Runner`. Ids >= `vocabulary` are padding of the model's embedding and are never drawn."""
@@ -80,7 +85,8 @@ class StepExecutor:
         rows = [row for row in plan.rows if row.decide]
         blocks = [self._block(row) for row in rows]
         at = _deciding_positions(plan.rows, feeds)
-        output = self._runner.forward(feeds, plan.copies, moves=plan.moves, draws=draws_of(blocks, at))
+        draws = draws_of(blocks, at, self._needs_logits(plan.rows, blocks))
+        output = self._runner.forward(feeds, plan.copies, moves=plan.moves, draws=draws)
         logits = output.logits[:, : self._vocabulary]
         tokens = output.tokens
         if len(at) < len(logits):
@@ -111,6 +117,15 @@ class StepExecutor:
         parents = () if row.draft.is_chain else row.draft.parents
         logits = len(row.tokens) if session.scored(row) else row.deciding
         return InputRow(row.tokens, row.start, logits, row.pages, parents)
+
+    def _needs_logits(self, rows: Sequence[Row], blocks: Sequence[PendingBlock]) -> bool:
+        """Returns whether logits of the step are read: for filters, logits processors, rejection sampling, scores or
+        margins.
+
+        All other rows need only drawn tokens. Then, tensor-parallel ranks do not gather logits.
+        """
+        are_drawn = all(block.is_drawn_in_step for block in blocks)
+        return not are_drawn or any(self._sessions[row.session].reads_logits(row) for row in rows)
 
     def _score_prompts(self, rows: Sequence[Row], feeds: Sequence[InputRow], logits: Tensor) -> None:
         """Records scores of prompt tokens."""

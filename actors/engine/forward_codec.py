@@ -1,17 +1,27 @@
-"""Encodes the arguments of a forward as flat 32-bit integers, for the leading rank's followers."""
+"""Encodes the arguments of a forward as flat integers, for the leading rank's followers.
+
+Draws have 64-bit integers, which follow the 32-bit integers of all other arguments.
+"""
 
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 
 from actors.compute.kv_cache import InputRow
+from actors.sampling.draws import DRAW_LISTS, NO_DRAWS, Draws
 from cluster.page_allocator import PageCopy, SlotMove
 
-HEADER = 3  # fields: rows, copies, moves
+HEADER = 5  # fields: rows, copies, moves, sampled positions, whether logits are needed
 ROW_FIELDS = 5  # fields: tokens, start, logits, pages, parents
 
 
-def encode_forward(rows: Sequence[InputRow], copies: Sequence[PageCopy], moves: Sequence[SlotMove] = ()) -> bytes:
-    numbers = [len(rows), len(copies), len(moves)]
+def encode_forward(
+    rows: Sequence[InputRow],
+    copies: Sequence[PageCopy],
+    moves: Sequence[SlotMove] = (),
+    draws: Draws = NO_DRAWS,
+) -> bytes:
+    numbers = [len(rows), len(copies), len(moves), len(draws.sampled), draws.needs_logits]
     for row in rows:
         numbers += (len(row.tokens), row.start, row.logits, len(row.pages), len(row.parents))
     for row in rows:
@@ -22,12 +32,14 @@ def encode_forward(rows: Sequence[InputRow], copies: Sequence[PageCopy], moves: 
         numbers += (copy.source, copy.to)
     for move in moves:
         numbers += (move.source, move.to)
-    return array("i", numbers).tobytes()
+    return array("i", numbers).tobytes() + array("q", chain(*draws.integers)).tobytes()
 
 
-def decode_forward(data: bytes) -> tuple[list[InputRow], list[PageCopy], list[SlotMove]]:
-    numbers = array("i", data).tolist()
-    row_count, copy_count, move_count = numbers[:HEADER]
+def decode_forward(data: bytes) -> tuple[list[InputRow], list[PageCopy], list[SlotMove], Draws]:
+    header = array("i", data[: 4 * HEADER])
+    row_count, copy_count, move_count, draw_count, needs_logits = header
+    draws_at = len(data) - 8 * DRAW_LISTS * draw_count
+    numbers = array("i", data[:draws_at]).tolist()
     at = HEADER + ROW_FIELDS * row_count
     rows: list[InputRow] = []
     for first in range(HEADER, at, ROW_FIELDS):
@@ -41,4 +53,5 @@ def decode_forward(data: bytes) -> tuple[list[InputRow], list[PageCopy], list[Sl
     pairs = list(zip(numbers[at::2], numbers[at + 1 :: 2], strict=True))
     assert len(pairs) == copy_count + move_count, "the message's length differs from its header"
     copies = [PageCopy(*pair) for pair in pairs[:copy_count]]
-    return rows, copies, [SlotMove(*pair) for pair in pairs[copy_count:]]
+    moves = [SlotMove(*pair) for pair in pairs[copy_count:]]
+    return rows, copies, moves, Draws.of(array("q", data[draws_at:]), bool(needs_logits))

@@ -25,7 +25,7 @@ from cluster.page_allocator import PageCopy, SlotMove
 
 
 class Runner(Protocol):
-    """Moves slots, copies pages, feeds rows, and draws tokens; returns logits at the requested positions.
+    """Moves slots, copies pages, feeds rows, and draws tokens; returns logits at the requested positions, if needed.
 
     The number of positions is the sum of the rows' `logits`. `draws` numbers them.
     """
@@ -40,7 +40,10 @@ class Runner(Protocol):
         moves: Sequence[SlotMove] = (),
         draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
-        """Returns logits, and the tokens drawn from them if the runner draws. The next forward may overwrite both."""
+        """Returns logits, and the tokens drawn from them if the runner draws. The next forward may overwrite both.
+
+        Without `draws.needs_logits`, a runner that draws returns no logits.
+        """
         ...
 
     def read_states(self, slots: Sequence[int]) -> bytes:
@@ -78,8 +81,8 @@ class ModelRunner:
     By default, `choose_attention` selects `attention`, and `decoder_for` selects `decoder`. `capture` stores the hidden
     states of all fed tokens. `cache` may be reused from a runner of the same model shape. Raises ModelError for a model
     that cannot be proved exact; `is_checked` skips this check. The runner draws tokens if `vocabulary` is given; ids
-    from there on are padding of the LM head and are never drawn. A `recording` captures the steps that fit in its
-    buckets; it needs a `PaddedBackend`.
+    from there on are padding of the LM head and are never drawn. Tensor-parallel ranks make the same forwards with the
+    same draws. A `recording` captures the steps that fit in its buckets; it needs a `PaddedBackend`.
     """
 
     def __init__(
@@ -132,7 +135,9 @@ class ModelRunner:
             self._capture.cache.move(moves)
             self._capture.cache.copy(copies)
             self._capture.keep(written, output.streams)
-        return output
+        if draws.needs_logits or self._drawn is None:
+            return output._replace(logits=self._decode.shard.gather(output.logits))
+        return output._replace(logits=output.logits[:, :0])
 
     @torch.inference_mode()
     def capture_steps(self) -> None:
@@ -144,11 +149,13 @@ class ModelRunner:
             self._static.capture_all()
 
     def _step(self, batch: RaggedBatch) -> ForwardOutput:
-        """Computes logits and draws tokens, the part of a forward that is recorded."""
+        """Computes this rank's logits and draws tokens, the part of a forward that is recorded."""
         output = self._decode(batch, self._capture.layers if self._capture is not None else ())
         if self._drawn is None:
             return output
-        return output._replace(tokens=draw_tokens(output.logits[:, : self._drawn], batch.draws))
+        shard = self._decode.shard
+        drawable = output.logits[:, : max(0, self._drawn - shard.begin)]
+        return output._replace(tokens=draw_tokens(drawable, batch.draws, shard))
 
     @torch.inference_mode()
     def read_states(self, slots: Sequence[int]) -> bytes:
@@ -191,7 +198,9 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
 
 
 def _forward(runner: Runner, rows: list[InputRow]) -> None:
-    runner.forward(rows).logits.max(dim=-1).indices.tolist()  # fetches the result, as a verdict does
+    output = runner.forward(rows, draws=Draws(needs_logits=False))
+    tokens = output.logits.max(dim=-1).indices if output.tokens is None else output.tokens
+    tokens.tolist()  # fetches the result, as a verdict does
 
 
 def fastest_s(todo: Sequence[Callable[[], object]]) -> list[float]:

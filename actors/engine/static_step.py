@@ -132,15 +132,16 @@ class Recording:
 
 
 def recording_on(
-    device: torch.device, backend: AttentionBackend, decoder: Decoder, ranks: int, buckets: Buckets
+    device: torch.device, backend: AttentionBackend, decoder: Decoder, buckets: Buckets
 ) -> Recording | None:
     """Returns how to capture steps on a device; None where they run operation by operation.
 
-    On a CPU, launching an operation costs next to nothing. Models in transformers' own code may read values on the
-    host, and tensor-parallel ranks would have to capture a step at the same time.
+    On a CPU, launching an operation costs next to nothing, and models in transformers' own code may read values on the
+    host. Tensor-parallel ranks capture and replay alike, since a step's shape depends only on its rows and draws, which
+    all ranks have; NCCL's collectives are part of the graph.
     """
     can_capture = isinstance(backend, PaddedBackend) and isinstance(decoder, LlamaDecoder)
-    return Recording(buckets, CudaCapture()) if device.type == "cuda" and ranks == 1 and can_capture else None
+    return Recording(buckets, CudaCapture()) if device.type == "cuda" and can_capture else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """Tensor-parallel ranks, each a Ray actor, in one torch.distributed group; to the coordinator, they are one engine.
 
 All ranks run on one node. Messages travel through shared memory (`step_link`), since a Ray call takes milliseconds on a
-machine with few cores. Rank 0 receives step plans from the coordinator and sends the rows to its followers. Every rank
-makes the same forward, and rank 0 samples. Ray starts the ranks and reports their death. If a rank dies, the others may
-wait forever in a collective, so the engine fails and the whole replica is replaced.
+machine with few cores. Rank 0 receives step plans from the coordinator and sends rows and draws to its followers. Every
+rank makes the same forward and draws from its part of the vocabulary; rank 0 decides. Ray starts the ranks and reports
+their death. If a rank dies, the others may wait forever in a collective, so the engine fails and the whole replica is
+replaced.
 """
 
 import asyncio
@@ -149,7 +150,7 @@ class LeadingRunner:
         moves: Sequence[SlotMove] = (),
         draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
-        self._followers.send(encode_forward(rows, copies, moves))
+        self._followers.send(encode_forward(rows, copies, moves, draws))
         return self._runner.forward(rows, copies, moves=moves, draws=draws)
 
     def read_states(self, slots: Sequence[int]) -> bytes:
@@ -221,7 +222,7 @@ class Rank:
             spec.context,
             device,
             spec.resources.gpu_share,
-            Reserve.of_steps(spec.logit_rows, columns, device, captures_graphs=spec.ranks == 1),
+            Reserve.of_steps(spec.logit_rows, columns, device, captures_graphs=True),
         )
         return RankReport(os.getpid(), pages, loaded.report, attention)
 
@@ -231,7 +232,7 @@ class Rank:
             self._attention = invariant_attention(shape)
             return AttentionReport(SdpaGather.name)
         if self._index == 0:
-            self._attention, report = choose_attention(shape, self._device, captures=self._spec.ranks == 1)
+            self._attention, report = choose_attention(shape, self._device, captures=True)
             return from_leader(report) if self._group.size > 1 else report
         report = from_leader(AttentionReport(SdpaGather.name))
         self._attention = create_backend(report, shape, self._device)
@@ -255,8 +256,8 @@ class Rank:
             capture=self._capture(pages),
             context=spec.context,
             is_checked=True,  # the leader checked the model while loading
-            vocabulary=spec.vocabulary if self._index == 0 else None,
-            recording=recording_on(self._device, self._attention, decoder, spec.ranks, buckets),
+            vocabulary=spec.vocabulary if self._index == 0 or decoder.shard.group.size > 1 else None,
+            recording=recording_on(self._device, self._attention, decoder, buckets),
         )
         self._model = None  # the runner holds the parts that it needs
         self._runner.capture_steps()
@@ -289,8 +290,8 @@ class Rank:
         assert self._leader is not None, "only followers follow"
         freeze_heap()
         while True:
-            rows, copies, moves = decode_forward(self._leader.receive())
-            self._runner.forward(rows, copies, moves=moves)
+            rows, copies, moves, draws = decode_forward(self._leader.receive())
+            self._runner.forward(rows, copies, moves=moves, draws=draws)
 
     def listen(self) -> tuple[str, str]:
         """Creates two links on the leader and returns their paths: one for steps, one for preparing grammars during

@@ -21,6 +21,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 from actors.attention import ScoreOptions
 from actors.attention.batch import RaggedBatch
 from actors.attention.hugging_face import ATTENTION_NAME, register_attention, share_batch
+from actors.compute.collectives import Shard, SingleRank
 from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection, trim_heap
 from actors.models.merged_weights import join_rows, release
 from actors.models.own_attention import replace_attention
@@ -32,7 +33,7 @@ from cluster.errors import ModelError
 class ForwardOutput(NamedTuple):
     """Outputs of a forward at the requested positions, in order."""
 
-    logits: Tensor  # (positions, columns)
+    logits: Tensor  # (positions, columns); no columns if `Draws.needs_logits` is False and the runner draws
     hidden: Tensor | None  # (positions, hidden): inputs of the LM head; None if not exposed by the model's code
     streams: Tensor | None = None  # (tokens, layers x hidden), if layers were requested
     tokens: Tensor | None = None  # (positions,): results of `draw_tokens`, from runners that draw
@@ -105,23 +106,30 @@ LLAMA_KIND = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausa
 
 
 class Decoder(Protocol):
-    """Computes logits over the whole vocabulary at the batch's requested positions.
+    """Computes this rank's columns of the logits, `shard`, at the batch's requested positions.
 
     With ascending `layers`, also returns the residual streams of all tokens at these layers. Layers are numbered as in
     `output_hidden_states`; the last stream follows the final norm.
     """
 
+    @property
+    def shard(self) -> Shard: ...
+
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput: ...
 
 
 class ModelDecoder:
-    """Runs the model's own code with the registered `paged_attention`."""
+    """Runs the model's own code with the registered `paged_attention`.
+
+    Tensor-parallel ranks gather whole logits in the LM head, since the model's code may go on to modify them.
+    """
 
     def __init__(self, model: PreTrainedModel, product: Product = projection) -> None:
         register_attention()
         if not replace_attention(model):
             model.set_attn_implementation(ATTENTION_NAME)
         pack_linears(model, product)
+        self.shard = Shard(SingleRank(), int(model.config.get_text_config().vocab_size))
         self._model = model
         self._slot = share_batch(model)
         run_row_by_row(model, self._slot)
@@ -274,7 +282,10 @@ class LlamaDecoder:
         self._layers = [_layer(module, product) for module in body.layers]
         self._least_rows = self._layers[0].qkv.fastest_rows
         self._norm = _norm(body.norm)
-        self._head = _single_projection(model.get_output_embeddings(), product)
+        head = model.get_output_embeddings()
+        is_split = isinstance(head, VocabularyParallelHead)
+        self.shard = head.shard if is_split else Shard(SingleRank(), head.out_features)
+        self._head = _single_projection(head, product)
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
         states: list[Tensor] = []
@@ -350,13 +361,11 @@ def _combined_projection(product: Product, *linears: nn.Linear) -> Projection:
 
 
 def _single_projection(linear: nn.Linear, product: Product) -> Projection:
-    """Returns one layer's product, and releases its weight; combines the ranks' parts as the layer does."""
+    """Returns one layer's product, and releases its weight; sums the ranks' parts if the inputs are split."""
     whole = product(linear.weight, None if isinstance(linear, RowParallelLinear) else linear.bias)
     release(linear)
     trim_heap()
-    if isinstance(linear, RowParallelLinear):
-        return SharedProjection(whole, linear.reduce)
-    return SharedProjection(whole, linear.gather) if isinstance(linear, VocabularyParallelHead) else whole
+    return SharedProjection(whole, linear.reduce) if isinstance(linear, RowParallelLinear) else whole
 
 
 def is_llama_kind(model: PreTrainedModel) -> bool:

@@ -316,7 +316,7 @@ class _CheckedRank:
 
     def _step(self, what: str, parts: Sequence[_Part]) -> None:
         batch = _RecordedBatch([part.row for part in parts], self._cache)
-        logits = self._decode(batch).logits
+        logits = self._decode.shard.gather(self._decode(batch).logits)
         self._check_attention(batch.attended)
         expected = torch.cat([part.expected for part in parts])
         deviation = float((logits - expected).abs().max() / expected.abs().max())

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from actors.compute.collectives import Group
+from actors.compute.collectives import Group, Shard
 from cluster.errors import ModelError
 
 COLUMNS = "colwise"
@@ -94,22 +94,14 @@ class VocabularyParallelHead(nn.Linear):
     """
 
     def __init__(self, whole: nn.Linear, group: Group) -> None:
-        rows = -(-whole.out_features // group.size)
-        begin = min(group.rank * rows, whole.out_features)
-        cut = Cut(0, (begin,), min(rows, whole.out_features - begin))
+        shard = Shard(group, whole.out_features)
+        cut = Cut(0, (shard.begin,), shard.own_columns)
         super().__init__(whole.in_features, cut.length, whole.bias is not None, **_kind(whole))
         self.cut = cut
-        self._rows = rows
-        self.group = group
-        self._outputs = whole.out_features
+        self.shard = shard
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.gather(super().forward(inputs))
-
-    def gather(self, local: Tensor) -> Tensor:
-        """Gathers the columns of all ranks; returns the whole output."""
-        gathered = self.group.all_gather(F.pad(local, (0, self._rows - local.shape[-1])))  # (ranks, ..., rows)
-        return gathered.movedim(0, -2).flatten(-2)[..., : self._outputs]
+        return self.shard.gather(super().forward(inputs))
 
 
 def check_plan(model: PreTrainedModel) -> None:

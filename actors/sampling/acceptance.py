@@ -116,7 +116,9 @@ _Kind = tuple[bool, Acceptance, bool]
 """Grouping key of blocks to decide together: greedy or not, rule, and whether their logits are processed."""
 
 
-def draws_of(blocks: Sequence[PendingBlock], positions: Sequence[int] | None = None) -> Draws:
+def draws_of(
+    blocks: Sequence[PendingBlock], positions: Sequence[int] | None = None, needs_logits: bool = True
+) -> Draws:
     """Returns the draws of the blocks' positions; by default, these are all positions with logits.
 
     All other positions get the likeliest token, which callers ignore.
@@ -132,7 +134,7 @@ def draws_of(blocks: Sequence[PendingBlock], positions: Sequence[int] | None = N
             keys += [block.at.key(offset, Purpose.DRAW) for offset in offsets(block.draft)]
             temperatures += [block.sampling.temperature] * block.positions
         first += block.positions
-    return Draws(tuple(sampled), tuple(keys), tuple(temperatures))
+    return Draws(tuple(sampled), tuple(keys), tuple(temperatures), needs_logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +152,9 @@ def decide(blocks: Sequence[PendingBlock], logits: Tensor, tokens: Tensor | None
     """Decides all blocks. `logits` concatenates their logits, (sum of the blocks' positions, vocabulary).
 
     `tokens`, (positions,), are the results of `draw_tokens` for the draws of these blocks; by default, they are drawn
-    here. If the largest logit of a row is not finite, its block stays undecided. NOT_FINITE replaces the token, so the
-    flag needs no further copy. The few blocks that need more than the likeliest candidates are decided again with all
-    tokens.
+    here. If they decide all blocks (`is_drawn_in_step`), `logits` may have no columns. If the largest logit of a row is
+    not finite, its block stays undecided. NOT_FINITE replaces the token, so the flag needs no further copy. The few
+    blocks that need more than the likeliest candidates are decided again with all tokens.
     """
     if not blocks:
         return []
@@ -182,6 +184,8 @@ def decide(blocks: Sequence[PendingBlock], logits: Tensor, tokens: Tensor | None
 
 def _alike(blocks: Sequence[PendingBlock], indices: Sequence[int], logits: Tensor) -> list[list[int]]:
     """Groups the blocks at `indices` by rule and parameters, within the memory limit; returns the indices per group."""
+    if not indices:
+        return []
     most = max(1, LOGITS_PER_GROUP[logits.device.type] // logits.shape[1])  # maximum positions per group
     groups: dict[tuple[_Kind, int], list[int]] = defaultdict(list)
     before: Counter[_Kind] = Counter()  # positions grouped so far

@@ -2,6 +2,9 @@
 
 These requests differ only in temperature and key, which are tensors here, so any mix of them takes the same few
 operations. No shape depends on a value, so a captured step can include the draws.
+
+Tensor-parallel ranks hold shards of the logits. Noise is a function of key and token, so every rank draws from its own
+columns, and the ranks exchange only their best candidates.
 """
 
 from collections.abc import Sequence
@@ -13,28 +16,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.sampling.gumbel import gumbel_argmaxes
+from actors.compute.collectives import Shard, SingleRank
+from actors.sampling.gumbel import gumbel_maxima
 from actors.sampling.truncation import scaled
 
 NOT_FINITE = -1  # token of a position with non-finite logits
 LOGITS_PER_GROUP = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits per group; limited by CPU cache or GPU memory
 
 
-DRAW_LISTS = 3  # fields of `Draws`
+DRAW_LISTS = 3  # lists of `Draws.integers`
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Temperature and key of each sampled position of a step; all other positions take the likeliest token."""
+    """Temperature and key of each sampled position of a step; all other positions take the likeliest token.
+
+    `needs_logits` is False if only the step's tokens are read; a runner that draws then returns no logits.
+    """
 
     sampled: tuple[int, ...] = ()  # indices among the positions with logits
     keys: tuple[int, ...] = ()
     temperatures: tuple[float, ...] = ()
+    needs_logits: bool = True
 
     @property
     def integers(self) -> list[Sequence[int]]:
         """Returns the fields as integers, temperatures as the bits of a float64."""
         return [self.sampled, self.keys, np.array(self.temperatures, np.float64).view(np.int64).tolist()]
+
+    @classmethod
+    def of(cls, integers: Sequence[int], needs_logits: bool) -> Self:
+        """Restores draws from their concatenated `integers`."""
+        sampled, keys, bits = np.array(integers, np.int64).reshape(DRAW_LISTS, -1)
+        temperatures = bits.view(np.float64)
+        return cls(tuple(sampled.tolist()), tuple(keys.tolist()), tuple(temperatures.tolist()), needs_logits)
 
     def padded(self, count: int, positions: int) -> list[Sequence[int]]:
         """Returns `integers` of `count` draws; those of padding have the index `positions`, which does not exist."""
@@ -61,25 +76,49 @@ class DrawsOnDevice:
         return cls(sampled, keys, temperatures.view(torch.float64))
 
 
-def draw_tokens(logits: Tensor, draws: DrawsOnDevice) -> Tensor:
-    """Draws a token at every position: (positions, vocabulary) -> (positions,), int64.
+def draw_tokens(logits: Tensor, draws: DrawsOnDevice, shard: Shard | None = None) -> Tensor:
+    """Draws a token at every position: (positions, columns) -> (positions,), int64.
 
     Writes NOT_FINITE where the largest logit is not finite. A maximum propagates NaN, while single -inf logits, written
-    by models' masks, are valid.
+    by models' masks, are valid. With a `shard`, `logits` are its columns, without those that are never drawn, and
+    every rank returns the tokens that would be drawn from whole logits.
     """
-    largest, tokens = logits.max(dim=-1)  # in bfloat16, argmax takes four times as long
-    count, vocabulary = logits.shape
+    if shard is None:
+        shard = Shard(SingleRank(), logits.shape[1])
+    if logits.shape[1] == 0:  # the last ranks may have no columns
+        logits = logits.new_full((len(logits), 1), -torch.inf)
+    largest, tokens = _best(*logits.max(dim=-1), shard)  # in bfloat16, argmax takes four times as long
+    count, columns = logits.shape
     if len(draws.sampled):
-        rows_at_once = max(1, LOGITS_PER_GROUP[logits.device.type] // vocabulary)
+        rows_at_once = max(1, LOGITS_PER_GROUP[logits.device.type] // columns)
         bounds = [*range(0, len(draws.sampled), rows_at_once), len(draws.sampled)]
-        drawn = [_sample(logits, draws, begin, end) for begin, end in pairwise(bounds)]
+        parts = [_sample(logits, largest, draws, slice(*ends), shard.begin) for ends in pairwise(bounds)]
+        scores, at = (torch.cat(part) for part in zip(*parts, strict=True))
+        _, drawn = _best(scores, at, shard)
         # The last element takes the draws of padding.
-        with_spare = torch.cat([tokens, tokens[:1]]).index_copy_(0, draws.sampled, torch.cat(drawn))
+        with_spare = torch.cat([tokens, tokens[:1]]).index_copy_(0, draws.sampled, drawn)
         tokens = with_spare[:count]
     return torch.where(torch.isfinite(largest), tokens, NOT_FINITE)
 
 
-def _sample(logits: Tensor, draws: DrawsOnDevice, begin: int, end: int) -> Tensor:
-    at = draws.sampled[begin:end].clamp_max(len(logits) - 1)
-    scores = scaled(logits.index_select(0, at).float(), draws.temperatures[begin:end].float().unsqueeze(1))
-    return gumbel_argmaxes(scores, draws.keys[begin:end])
+def _sample(
+    logits: Tensor, largest: Tensor, draws: DrawsOnDevice, part: slice, first_token: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the best score and its column for a part of the draws."""
+    at = draws.sampled[part].clamp_max(len(logits) - 1)
+    shift = largest.index_select(0, at).float().unsqueeze(1)
+    scores = scaled(logits.index_select(0, at).float(), shift, draws.temperatures[part].float().unsqueeze(1))
+    return gumbel_maxima(scores, draws.keys[part], first_token)
+
+
+def _best(scores: Tensor, columns: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    """Returns the ranks' best score and its token per position, from every rank's best score and its column.
+
+    As in one maximum over whole rows, NaN is larger than any number, and ties go to the lower token. float64 represents
+    scores and tokens exactly.
+    """
+    if shard.group.size == 1:
+        return scores, columns
+    pairs = shard.group.all_gather(torch.stack([scores.double(), (columns + shard.begin).double()]))
+    best, rank = pairs[:, 0].max(dim=0)  # (ranks, positions) -> (positions,)
+    return best, pairs[:, 1].gather(0, rank.unsqueeze(0)).squeeze(0).long()

@@ -75,10 +75,16 @@ def gumbel_argmax(scores: Tensor, at: int) -> int:
 
 def gumbel_argmaxes(scores: Tensor, keys: Tensor) -> Tensor:
     """Computes `gumbel_argmax` per row on the device: scores (rows, vocabulary), keys (rows,) -> tokens (rows,)."""
-    ids = torch.arange(scores.shape[1], device=scores.device)
+    return gumbel_maxima(scores, keys)[1]
+
+
+def gumbel_maxima(scores: Tensor, keys: Tensor, begin: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns each row's largest score plus noise, float64, and its column; the first column is token `begin`."""
+    ids = torch.arange(begin, begin + scores.shape[1], device=scores.device)
     at_once = max(1, NOISE_PER_GROUP[scores.device.type] // len(ids))
     parts = zip(torch.split(scores, at_once), torch.split(keys, at_once), strict=True)
-    return torch.cat([(part + gumbels(some.unsqueeze(1), ids)).argmax(dim=-1) for part, some in parts])
+    maxima = [(part + gumbels(some.unsqueeze(1), ids)).max(dim=-1) for part, some in parts]
+    return torch.cat([part.values for part in maxima]), torch.cat([part.indices for part in maxima])
 
 
 def gumbel_argmaxes_among(scores: Tensor, keys: Tensor, candidates: Tensor) -> Tensor:

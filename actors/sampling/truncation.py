@@ -62,14 +62,13 @@ class Restricted:
     candidates: Tensor | None
 
 
-def scaled(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Divides float32 logits, (positions, vocabulary), by temperatures, (positions, 1).
+def scaled(logits: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
+    """Divides float32 logits, (positions, columns), by temperatures, (positions, 1).
 
-    Shifts the largest logit to 0 first, and raises temperatures to the least normal number, so that no temperature
-    makes the largest logit infinite or NaN.
+    Shifts the positions' `largest` logits, (positions, 1), to 0 first, and raises temperatures to the least normal
+    number, so that no temperature makes the largest logit infinite or NaN.
     """
-    shifted = logits - logits.max(dim=-1, keepdim=True).values
-    return shifted / temperature.clamp_min(torch.finfo(torch.float32).tiny)
+    return (logits - largest) / temperature.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -92,7 +91,7 @@ def restrict(logits: Tensor, filters: Filters, exhaustive: bool = False) -> Rest
     """
     is_exact = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     candidates = None
-    logits = scaled(logits, filters.temperature)
+    logits = scaled(logits, logits.max(dim=-1, keepdim=True).values, filters.temperature)
     if filters.most_k:
         logits, enough, candidates = _keep_top_k(logits, filters, exhaustive)
         is_exact &= enough

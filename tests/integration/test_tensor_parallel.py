@@ -18,7 +18,7 @@ from actors.engine.tensor_parallel import Rank, RankSpec
 from actors.models.checkpoint import load
 from cluster.config import CacheConfig, Resources
 from cluster.verification.step import Row, StepPlan
-from protos.messages import Open
+from protos.messages import Open, Sampling
 
 RANKS = 2
 CPU = torch.device("cpu")
@@ -53,6 +53,7 @@ def test_two_ranks_compute_the_same_as_one(tmp_path):
 
 
 NAMES = ("one", "two")
+SAMPLINGS = (Sampling(temperature=0.0), Sampling())
 PROMPT = tuple(range(1, 20))
 STEPS = 6
 
@@ -82,7 +83,10 @@ async def decided_tokens(steps_path: str, grammar_path: str) -> list[list[int]]:
     grammar_caller = await StepCaller.dial(grammar_path)
     encoder = StepEncoder()
     tokens = [[*PROMPT], [*PROMPT[::-1]]]
-    opens = tuple([Open.measured(name, tuple(text), 60, 0) for name, text in zip(NAMES, tokens, strict=True)])
+    opens = tuple(
+        Open.measured(name, tuple(text), 60, 0, sampling)
+        for name, text, sampling in zip(NAMES, tokens, SAMPLINGS, strict=True)
+    )
     for step in range(STEPS):
         begins = [len(text) - 1 if step else 0 for text in tokens]
         rows = [
