@@ -226,6 +226,17 @@ def test_blocks_without_pages_for_a_chain_grow_token_by_token():
     pair.close("ab")
 
 
+def test_pages_reserved_for_a_chain_that_does_not_start_are_free_again(pair):
+    """The third page suffices for the chain of one session; but its block ends, and the other one needs the page."""
+    wants = [wanted_block((at, 2, 3, 4), 5, name, draft_tokens=5, max_len=CONTEXT) for at, name in enumerate("abc")]
+    pair.restart()
+    confidence = {block.session: block.confidence or 0.0 for block in pair.propose(wants)}
+    unsure, _, sure = sorted(wants, key=lambda want: confidence[want.open.session])
+    least = (confidence[unsure.open.session] + confidence[sure.open.session]) / 2
+    pair.restart(pages=3, min_confidence=least)
+    assert [len(block.tokens) > 1 for block in pair.propose([unsure, sure])] == [False, True]
+
+
 def with_rules(want: WantedBlock, rng: Random) -> WantedBlock:
     rules = TokenRules(logit_bias=((rng.randrange(VOCABULARY), 2.0),))
     return replace(want, open=replace(want.open, rules=rules))
@@ -285,9 +296,13 @@ class Undecided(Calibration):
 
 def test_blocks_consist_of_the_tokens_that_the_device_has_fed(pair):
     """Host and device may round probabilities differently; then the order of equals is that of the device."""
-    wants = [wanted_block((5, 6), 4, name, draft_tokens=4, max_len=CONTEXT, sampling=WARM) for name in "ab"]
+    hot = Sampling(temperature=1.7)
+    wants = [wanted_block((5, 6), 6, name, draft_tokens=6, max_len=CONTEXT, sampling=hot) for name in "ab"]
     pair.restart()
     expected = pair.propose(wants)
     pair.restart(calibration=Undecided())
     found = propose(pair.chained, wants)
     assert [block.tokens for block in found] == [block.tokens for block in expected]
+    pair.restart(calibration=Undecided())
+    others = propose(pair.stepped, wants)
+    assert [block.tokens for block in others] != [block.tokens for block in expected], "not always the likeliest token"
