@@ -21,7 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 from actors.drafters.loading import load_draft_model
-from actors.drafters.model.sampling import SAMPLED_WEIGHTS, Calibration, Candidates, DraftKind, Floats
+from actors.drafters.model.sampling import SAMPLED_WEIGHTS, Calibration, DraftKind, Floats
 from actors.models.checkpoint import local_folder
 from cluster.config import SlipstreamConfig
 from protos.messages import Acceptance
@@ -42,8 +42,8 @@ class FixedNoise(Calibration):
         super().__init__()
         self._weights = np.array((1.0, share, *SAMPLED_WEIGHTS[2:]))
 
-    def chances(self, kind: DraftKind, candidates: Candidates) -> Floats:
-        return candidates.chances(self._weights)
+    def weights(self, kind: DraftKind) -> Floats:
+        return self._weights
 
 
 @dataclass(frozen=True)

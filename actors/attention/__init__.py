@@ -120,7 +120,7 @@ class PaddedBackend(AttentionBackend, Protocol):
     def padded_plan(self, rows: Sequence[InputRow], cache: PagedCache, shape: StepShape) -> AttentionPlan:
         """Returns a plan that attends `shape.tokens` queries, of which padding gets zeros.
 
-        The lengths of its `integers`, and all operations from `place` on, depend on the shape alone.
+        Its `integers` are those of `paged.step_integers`. All operations from `place` on depend on the shape alone.
         """
         ...
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from actors.attention import AttentionBackend, AttentionPlan, PaddedBackend, ScoreOptions, StepShape
+from actors.attention.paged import moved
 from actors.compute.kv_cache import InputRow, PagedCache, to_device
 from actors.compute.recurrent_states import Advance
 from actors.sampling.draws import DRAW_LISTS, NO_DRAWS, Draws, DrawsOnDevice
@@ -103,6 +105,59 @@ class RaggedBatch:
         states = self.cache.recurrent
         parts = torch.split(inputs, [len(row.tokens) for row in self._rows])
         return torch.cat([states.feed(layer, row, part, advance) for row, part in zip(self._rows, parts, strict=True)])
+
+
+PLACE_LISTS = 3  # of a step of a chain: positions, ends, which are positions + 1, and slots to write
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChain:
+    """Steps of one token per row at consecutive positions, as lists of integers.
+
+    The rows and their pages are those of `last`, the last step. Each step adds its own places.
+    """
+
+    last: PackedStep
+    places: list[list[Sequence[int]]]  # PLACE_LISTS per step
+
+    @classmethod
+    def padded(
+        cls, rows: Sequence[InputRow], steps: int, cache: PagedCache, backend: PaddedBackend, shape: StepShape
+    ) -> Self:
+        """Packs a chain over the slots of `rows`, which must not be their texts' first.
+
+        A row with fewer slots than steps repeats its last position, writes to `PagedCache.scrap_slot`, and its further
+        results are undefined.
+        """
+        lasts = [InputRow((0,), row.end - 1, 1, row.pages) for row in rows]
+        size = cache.page_size
+        padding = [0] * (shape.tokens - len(rows))
+        places: list[list[Sequence[int]]] = []
+        for step in range(steps):
+            positions = [min(row.start + step, row.end - 1) for row in rows]
+            slots = [
+                row.pages[at // size] * size + at % size if row.start + step == at else cache.scrap_slot
+                for row, at in zip(rows, positions, strict=True)
+            ]
+            ends = [at + 1 for at in positions]
+            places.append([[*positions, *padding], [*ends, *padding], slots + [cache.scrap_slot] * len(padding)])
+        return cls(PackedStep.padded(lasts, cache, backend, shape, NO_DRAWS), places)
+
+    @property
+    def integers(self) -> list[Sequence[int]]:
+        return [*chain.from_iterable(self.places), *self.last.integers]
+
+    def split(self, parts: Sequence[Tensor]) -> tuple[list[Sequence[Tensor]], Sequence[Tensor]]:
+        """Returns the places of each step, and the integers of the last one, as tensors."""
+        split = PLACE_LISTS * len(self.places)
+        return [parts[begin : begin + PLACE_LISTS] for begin in range(0, split, PLACE_LISTS)], parts[split:]
+
+    def batch(self, tokens: Tensor, places: Sequence[Tensor], last: Sequence[Tensor]) -> "RaggedBatch":
+        """Returns the batch of a step that feeds `tokens`, (tokens,), at its places."""
+        positions, ends, slots = places
+        split = BATCH_LISTS + DRAW_LISTS
+        plan = moved(last[split:], positions, ends)
+        return RaggedBatch(self.last, [tokens, positions, slots, *last[BATCH_LISTS - 1 : split], *plan])
 
 
 def exact_batch(

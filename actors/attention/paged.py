@@ -64,6 +64,14 @@ def step_tensors(parts: Sequence[Tensor], sizes: StepSizes) -> StepTensors:
     )
 
 
+def moved(parts: Sequence[Tensor], positions: Tensor, ends: Tensor) -> list[Tensor]:
+    """Returns the parts of `step_integers` for the same rows of one token, at other positions, (tokens,).
+
+    `ends` are the positions + 1, and 0 for padding. The block table must reach the positions.
+    """
+    return [positions, ends, ends, *parts[3:]]
+
+
 class AttendStep(Protocol):
     """Signature of `paged_kernel.attend`."""
 

@@ -37,6 +37,7 @@ from actors.drafters.translation.pairing import pairing_of, pool_pairing
 from actors.engine.memory import Reserve, page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
+from actors.engine.static_chain import captured_steps
 from actors.engine.static_step import Buckets, recording_on
 from actors.models.checkpoint import different_ids, load_model, local_folder
 from actors.models.decoder import Decoder, decoder_for
@@ -119,6 +120,7 @@ def draft_with(
         len(parts.token_ids),
         model.device,
         captures_graphs=recording is not None,
+        chain_steps=captured_steps(setup.draft_tokens, draft.max_sessions),
     )
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share, reserve)
     runner = ModelRunner(
@@ -126,7 +128,7 @@ def draft_with(
     )
     runner.capture_steps()
     limits = DraftingLimits(options.draft_probs_top_k, options.min_confidence, max_positions=parts.max_positions)
-    return DraftModel(
+    method = DraftModel(
         runner,
         parts.token_ids,
         DraftCache(pages, page_size),
@@ -138,6 +140,8 @@ def draft_with(
         load=_Successors(draft, setup, model, runner, pages) if beside else None,
         noise=noise,
     )
+    method.capture_chains(setup.draft_tokens, draft.max_sessions)
+    return method
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ GRAPHS = 48  # captured graphs: 24 numbers of tokens, with and without sampled p
 GRAPH_BYTES = (
     10 * MIB
 )  # estimate per graph: its kernels' parameters in the driver; graphs share one pool of activations
+CHAIN_STEP_BYTES = 4 * MIB  # the same estimate per step of a captured chain: a draft model has fewer layers
 LOGIT_BYTES = 4  # sampling computes in float32
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -74,12 +75,18 @@ class Reserve:
     graphs: int = 0
 
     @classmethod
-    def of_steps(cls, logit_rows: int, vocabulary: int, device: torch.device, captures_graphs: bool) -> "Reserve":
-        """Returns the reserve of a process whose steps compute up to `logit_rows` rows of logits."""
+    def of_steps(
+        cls, logit_rows: int, vocabulary: int, device: torch.device, captures_graphs: bool, chain_steps: int = 0
+    ) -> "Reserve":
+        """Returns the reserve of a process whose steps compute up to `logit_rows` rows of logits.
+
+        With `captures_graphs`, its captured chains have `chain_steps` steps.
+        """
         logits = logit_rows * vocabulary * LOGIT_BYTES
         if device.type != "cuda":
             return cls(logits=logits)
-        return cls(CONTEXT_BYTES, logits, GRAPHS * GRAPH_BYTES if captures_graphs else 0)
+        graphs = GRAPHS * GRAPH_BYTES + chain_steps * CHAIN_STEP_BYTES
+        return cls(CONTEXT_BYTES, logits, graphs if captures_graphs else 0)
 
 
 def step_logit_rows(sessions: int, draft_tokens: int, max_step_tokens: int) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from statistics import median
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +15,7 @@ from actors.attention.batch import RaggedBatch, exact_batch, never
 from actors.attention.select_backend import attention_shape, choose_attention
 from actors.compute.hidden_states import StateCapture
 from actors.compute.kv_cache import InputRow, PagedCache
+from actors.engine.static_chain import Choose, StaticChain
 from actors.engine.static_step import Recording, StaticStep
 from actors.models.decoder import Decoder, ForwardOutput, decoder_for
 from actors.models.reference_check import check_class
@@ -64,6 +65,15 @@ class InterruptibleRunner(Protocol):
     ) -> ForwardOutput: ...
 
 
+@runtime_checkable
+class ChainRunner(InterruptibleRunner, Protocol):
+    """An `InterruptibleRunner` that may run chains of steps without waiting for the device."""
+
+    def static_chain(self, choose: Choose, inputs: int, columns: int) -> StaticChain | None:
+        """Returns chains whose tokens `choose` chooses, see `StaticChain`; None if steps are not captured."""
+        ...
+
+
 def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
     """Raises ModelError if the model lacks a layer or the layers are not in ascending order."""
     last = int(model.config.get_text_config().num_hidden_layers)
@@ -109,6 +119,7 @@ class ModelRunner:
         self._decode = decoder or decoder_for(model.eval(), context=context)
         self._capture = capture
         self._drawn = vocabulary
+        self._recording = recording
         self._static = None
         if recording is not None:
             assert isinstance(self.attention, PaddedBackend), f"{self.attention.name} has no padded plans"
@@ -147,6 +158,14 @@ class ModelRunner:
         """
         if self._static is not None:
             self._static.capture_all()
+
+    def static_chain(self, choose: Choose, inputs: int, columns: int) -> StaticChain | None:
+        """Implements `ChainRunner`."""
+        if self._recording is None:
+            return None
+        assert isinstance(self.attention, PaddedBackend), "captured steps have padded plans"
+        assert self._capture is None, "chains keep no hidden states"
+        return StaticChain(self._decode, choose, inputs, columns, self.cache, self.attention, self._recording)
 
     def _step(self, batch: RaggedBatch) -> ForwardOutput:
         """Computes this rank's logits and draws tokens, the part of a forward that is recorded."""

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,16 +28,19 @@ Step = Callable[[RaggedBatch], ForwardOutput]
 """Computes a batch's logits and draws its tokens."""
 
 
+Result = TypeVar("Result")
+
+
 class Capture(Protocol):
     """Records a function without arguments; returns a function that repeats it on the same memory."""
 
-    def __call__(self, step: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]: ...
+    def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]: ...
 
 
 class CallCapture:
     """Repeats a step by calling it."""
 
-    def __call__(self, step: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
+    def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
         return step
 
 
@@ -47,7 +50,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, step: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
+    def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -57,7 +60,7 @@ class CudaCapture:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = step()
 
-        def replay() -> ForwardOutput:
+        def replay() -> Result:
             graph.replay()
             return output
 

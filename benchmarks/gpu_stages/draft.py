@@ -1,21 +1,24 @@
-"""Stage D: blocks of a draft model of 1B parameters, with eager and captured forwards, by products."""
+"""Stage D: blocks of a draft model of 1B parameters, by products; eager, and with graphs of forwards or of chains."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from actors.attention.batch import never
 from actors.attention.select_backend import attention_shape, choose_attention
+from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.sampling import DraftingLimits
 from actors.drafters.products import Products, choose_products
 from actors.engine.runner import ModelRunner
 from actors.engine.static_step import Buckets, Recording
-from actors.models.decoder import decoder_for
+from actors.models.decoder import ForwardOutput, decoder_for
 from cluster.errors import ModelError
+from cluster.page_allocator import PageCopy
 from gpu_stages.results import OUT_OF_TIME, Emit, Result, Setting, Unmeasured
 from gpu_stages.steps import (
     CAPTURED,
@@ -35,7 +38,8 @@ from protos.prefix import Prefix
 
 WEIGHT_BITS = {"int8": 8, "fp8": 8, "int4": 4}
 QUANTIZATIONS = ("none", *WEIGHT_BITS)
-SECONDS_EACH = 2.0  # for one block length
+SECONDS_EACH = 3.0  # for one block length
+CHAINED = "one graph"
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,11 @@ TINY = Sizes("tiny", 500, 20, (1, 3), (1, 3), 2)
 
 @dataclass(frozen=True)
 class DraftPass(Result):
-    """Medians of a pass that drafts one block per session. A captured pass replays one graph per forward."""
+    """Medians of a pass that drafts one block per session.
+
+    A captured pass replays one graph per forward. With one graph, a pass replays one for the first forward and one for
+    the rest of the block.
+    """
 
     quantization: str
     mode: str
@@ -67,6 +75,19 @@ class DraftPass(Result):
     floor_ms: float  # of a token: all weights read once at copy bandwidth
     calls: int  # of a pass; see `Launches`
     kernels: int | None
+
+
+class ForwardRunner:
+    """Offers only a runner's forwards, so that each draft token takes one, and is chosen on the host."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.vocabulary = runner.vocabulary
+        self._runner = runner
+
+    def forward(
+        self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
+    ) -> ForwardOutput:
+        return self._runner.forward(rows, copies, interrupted)
 
 
 def products_of(quantization: str, device: torch.device) -> Products | str:
@@ -111,10 +132,11 @@ def measure(quantization: str, products: Products, sizes: Sizes, setting: Settin
         emit(Unmeasured(f"captured passes, {quantization}", NOT_PADDED.format(attention.name)))
     else:
         buckets = Buckets.for_sessions(max(sizes.sessions), each * PAGE_SIZE, PAGE_SIZE)
-        captured = ModelRunner(
-            model, pages, PAGE_SIZE, padded, decoder, is_checked=True, recording=Recording(buckets, capture_on(device))
-        )
-        drafts[CAPTURED] = DraftModel(captured, token_ids, DraftCache(pages, PAGE_SIZE), limits)
+        for mode in (CAPTURED, CHAINED):
+            recording = Recording(buckets, capture_on(device))
+            runner = ModelRunner(model, pages, PAGE_SIZE, padded, decoder, is_checked=True, recording=recording)
+            kind = ForwardRunner(runner) if mode == CAPTURED else runner
+            drafts[mode] = DraftModel(kind, token_ids, DraftCache(pages, PAGE_SIZE), limits)
     opens = [session(sizes, row) for row in range(max(sizes.sessions))]
     for draft in drafts.values():
         for opened in opens:

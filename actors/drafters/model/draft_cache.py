@@ -114,18 +114,42 @@ class DraftCache:
         """
         start = self._fed_len(branch, len(branch.tokens))
         end = self._fed_len(branch, len(branch.tokens) + len(tokens))
-        while (copies := self._allocator.reserve(branch.name, start, end + len(masks))) is None:
-            idle = next((session for session in self._branches if session not in busy), None)
-            if idle is None:
-                return None
-            self.close(idle)
+        if (copies := self._reserve(branch, start, end + len(masks), busy)) is None:
+            return None
         branch.tokens += tokens
         fed = tokens[len(tokens) - (end - start) :]
         return InputRow((*fed, *masks), start, logits + len(masks), self._allocator.table(branch.name)), copies
 
+    def reserve(self, branch: CacheBranch, count: int, busy: set[str]) -> InputRow | None:
+        """Reserves pages for `count` further tokens, which are not known yet, after a forward over the branch.
+
+        Returns the row to feed, with 0 for each token; None if the pool is full. Call `append` after the forward.
+        """
+        start = self._fed_len(branch, len(branch.tokens))
+        if count:
+            copies = self._reserve(branch, start, start + count, busy)
+            if copies is None:
+                return None
+            assert not copies, "the forward has made the branch's last page its own"
+        return InputRow((0,) * count, start, 0, self._allocator.table(branch.name))
+
+    def append(self, branch: CacheBranch, tokens: Sequence[int]) -> None:
+        """Adds the tokens fed at reserved positions; frees all pages after them."""
+        branch.tokens += tokens
+        self._allocator.truncate(branch.name, self._fed_len(branch, len(branch.tokens)))
+
+    def _reserve(self, branch: CacheBranch, start: int, end: int, busy: set[str]) -> list[PageCopy] | None:
+        """Makes positions writable, and evicts sessions outside `busy` for their pages; None if the pool is full."""
+        while (copies := self._allocator.reserve(branch.name, start, end)) is None:
+            idle = next((session for session in self._branches if session not in busy), None)
+            if idle is None:
+                return None
+            self.close(idle)
+        return copies
+
     def drop_masks(self, branch: CacheBranch) -> None:
         """Frees the cache entries of mask tokens."""
-        self._allocator.truncate(branch.name, self._fed_len(branch, len(branch.tokens)))
+        self.append(branch, ())
 
     def cut(self, branch: CacheBranch, length: int) -> None:
         """Truncates a branch to `length` tokens; also drops masks."""

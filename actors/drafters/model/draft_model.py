@@ -4,6 +4,9 @@ While the target verifies a block, the model drafts for its likely outcomes, ran
 (`cluster/drafting/lookahead.py`). A recurrent head (`HeadDrafting`) predicts further tokens between forwards or instead
 of them, from the states of the latest forward over a block.
 
+On a GPU, one captured chain (`actors/engine/static_chain.py`) drafts the requested blocks of a pass and chooses their
+tokens on the device, if all of them qualify (`DraftSampler.can_chain`).
+
 The weights can be exchanged while sessions are open. Only `DraftWeights` and the caches depend on them. An exchange
 drops the caches, and later passes refill them.
 """
@@ -22,6 +25,7 @@ from actors.drafters.model.draft_cache import CachedDraft, DraftCache, FedStates
 from actors.drafters.model.forwards import ONE_AT_A_TIME, DraftForwards, MaskTokens, ReadDraft
 from actors.drafters.model.recurrent_head import DraftHead
 from actors.drafters.model.sampling import (
+    CHOICE_INPUTS,
     MAX_BRANCH_TOKENS,
     OWN_NOISE,
     Calibration,
@@ -29,7 +33,8 @@ from actors.drafters.model.sampling import (
     DraftSampler,
     NoiseSource,
 )
-from actors.engine.runner import InterruptibleRunner
+from actors.engine.runner import ChainRunner, InterruptibleRunner
+from actors.engine.static_chain import MAX_TOKENS, StaticChain
 from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorFactory
 from cluster.drafting.draft_state import DraftedToken
 from cluster.drafting.lookahead import (
@@ -211,6 +216,15 @@ class DraftModel:
             weights.runner, self._cache, weights.masks, self._limits.pass_tokens, self._feed, weights.max_positions
         )
         self._head = None if weights.head is None else HeadDrafting(weights.head, self._sampler)
+        self._chain: StaticChain | None = None
+        is_plain = weights.head is None and self._feed is None and weights.masks.width == 1
+        if is_plain and self._sampler.knows_noise and isinstance(weights.runner, ChainRunner):
+            self._chain = weights.runner.static_chain(self._sampler.choose, CHOICE_INPUTS, len(weights.token_ids))
+
+    def capture_chains(self, tokens: int, sessions: int) -> None:
+        """Captures the chains of up to `sessions` blocks of up to `tokens` tokens, if there are any; before serving."""
+        if self._chain is not None:
+            self._chain.capture_all(tokens, sessions)
 
     # ------------------------------------------------------------ weights
 
@@ -311,6 +325,9 @@ class DraftModel:
             self._head.begin(drafts)
         active = [draft for draft in drafts if not draft.drafted]
         branches: list[CachedDraft] = []
+        if self._chain is not None and len(active) <= self._chain.max_rows and self._sampler.can_chain(active):
+            while active:
+                active = self._extend_by_chains(self._chain, active)
         while active:
             advanced = self.extend([*active, *branches], never)
             active = [draft for draft in advanced if not draft.stem and not draft.is_complete]
@@ -458,7 +475,31 @@ class DraftModel:
             self._head.preview(drafts, interrupted)
 
     def extend(self, drafts: Sequence[CachedDraft], interrupted: Callable[[], bool]) -> list[CachedDraft]:
-        read = self._forwards.read(drafts, self._busy, interrupted)
+        return self._add_tokens(self._forwards.read(drafts, self._busy, interrupted), interrupted)
+
+    def _extend_by_chains(self, chain: StaticChain, drafts: Sequence[CachedDraft]) -> list[CachedDraft]:
+        """Extends blocks by up to MAX_TOKENS tokens each, or by one if the pool is full; returns incomplete blocks.
+
+        The first forward reads all pending tokens. The host waits for the device once, at the end of the chain.
+        """
+        read = self._forwards.read(drafts, self._busy, never)
+        if not read:
+            return []
+        advanced = [each.draft for each in read]
+        tokens = min(MAX_TOKENS, max(draft.missing for draft in advanced))
+        rows = self._forwards.reserve_chains(advanced, tokens, self._busy)
+        if rows is None:
+            return [draft for draft in self._add_tokens(read, never) if not draft.is_complete]
+        logits = torch.cat([each.logits for each in read])
+        values = chain.run(rows, logits, self._sampler.choice_inputs(advanced, tokens))
+        self._sampler.extend_by_chains(advanced, [len(row.tokens) + 1 for row in rows], values)
+        self._forwards.settle_chains(advanced, rows)
+        for draft in advanced:
+            draft.settle()
+        return [draft for draft in advanced if not draft.is_complete]
+
+    def _add_tokens(self, read: Sequence[ReadDraft], interrupted: Callable[[], bool]) -> list[CachedDraft]:
+        """Adds the tokens predicted by a forward; returns its blocks."""
         advanced = [each.draft for each in read]
         for draft in advanced:
             draft.forget_guesses()

@@ -170,6 +170,30 @@ class DraftForwards:
                 self._states.store_predicted(draft.branch, predicted[: draft.logits])  # excludes outputs of masks
         return read
 
+    def reserve_chains(self, drafts: Sequence[CachedDraft], tokens: int, busy: set[str]) -> list[InputRow] | None:
+        """Reserves the positions of chains of up to `tokens` tokens for drafts without pending tokens.
+
+        A chain feeds all its tokens but the last. Returns the rows that it feeds; None if the drafts do not fit in a
+        forward or in the pool.
+        """
+        if len(drafts) > self._pass_tokens:
+            return None
+        rows: list[InputRow] = []
+        for draft in drafts:
+            count = min(tokens, draft.missing, self._max_positions - len(draft.branch.tokens) + 1) - 1
+            row = self._cache.reserve(draft.branch, max(0, count), busy)
+            if row is None:
+                for reserved in drafts[: len(rows)]:
+                    self._cache.append(reserved.branch, ())
+                return None
+            rows.append(row)
+        return rows
+
+    def settle_chains(self, drafts: Sequence[CachedDraft], rows: Sequence[InputRow]) -> None:
+        """Adds the drafted tokens that chains have fed to the cache."""
+        for draft, row in zip(drafts, rows, strict=True):
+            self._cache.append(draft.branch, draft.tokens[draft.settled :][: len(row.tokens)])
+
     def _feed(self, drafts: Sequence[CachedDraft], busy: set[str], copies: list[PageCopy]) -> list[_Fed]:
         """Builds the rows of the next forward, shortest first; appends the preceding page copies to `copies`."""
         fed: list[_Fed] = []

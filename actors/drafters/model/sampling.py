@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -141,7 +141,11 @@ class Calibration:
         """Returns the probability that each is the target's token, (count + 1,); the last entry is for all other
         tokens.
         """
-        return candidates.chances(self._fit(kind).weights)
+        return candidates.chances(self.weights(kind))
+
+    def weights(self, kind: DraftKind) -> Floats:
+        """Returns the current weights of a kind, (4,)."""
+        return self._fit(kind).weights
 
     def note(self, session: str, position: TextPosition, kind: DraftKind, candidates: Candidates) -> None:
         """Records the candidates at a position."""
@@ -196,6 +200,7 @@ log = logging.getLogger(__name__)
 MAX_CANDIDATES = 64
 MAX_BRANCH_TOKENS = 2  # maximum tokens of a side branch; later tokens are rarely among a block's likeliest
 MAX_CHOICES = 16  # maximum candidates per position kept as choices
+CHOICE_INPUTS = 4  # of `DraftSampler.choose`: keys, and the bits of temperatures, sharpness and noise shares
 MIN_LOG_PROB = -30.0
 MIN_LOGIT = torch.finfo(torch.float32).min
 
@@ -288,49 +293,103 @@ class DraftSampler:
 
     def _offer(self, predictions: Sequence[_Prediction]) -> None:
         """Adds the target's likeliest tokens, given the noise of the target's own draw."""
-        finite, log_probs, ids, noise = self._considered(predictions)
-        for prediction, is_finite, *scores in zip(predictions, finite, log_probs, ids, noise, strict=True):
-            draft = prediction.draft
-            if draft.is_complete:
-                continue
-            if not is_finite:
-                self._end(draft)
-                continue
-            sampling = draft.text.open.sampling
-            candidates = _candidates(sampling, *scores)
-            kind = DraftKind.of(sampling, prediction.is_consecutive_prediction)
-            self._calibration.note(draft.request.session, draft.next_position, kind, candidates)
-            choices = _likeliest(candidates, self._calibration.chances(kind, candidates))
-            draft.append(choices.tokens[0], choices, prediction.state)
+        for prediction, found in zip(predictions, self._considered(predictions), strict=True):
+            self._add(prediction.draft, prediction.is_consecutive_prediction, found, prediction.state)
 
-    def _considered(self, predictions: Sequence[_Prediction]) -> tuple[NDArray[Any], ...]:
-        """Returns a mask of finite positions, (positions,), and the candidates, (positions, considered) each.
+    def _add(
+        self,
+        draft: BlockDraft,
+        is_consecutive_prediction: bool,
+        found: Floats,
+        state: Tensor | None = None,
+        fed: int | None = None,
+    ) -> None:
+        """Adds the likeliest of a position's candidates, as `_packed` returns them, or the one at index `fed`."""
+        if draft.is_complete:
+            return
+        if not found[0]:
+            self._end(draft)
+            return
+        log_probs, ids, noise = np.split(found[1:], 3)
+        sampling = draft.text.open.sampling
+        candidates = _candidates(sampling, log_probs, ids.astype(np.int64), noise)
+        kind = DraftKind.of(sampling, is_consecutive_prediction)
+        self._calibration.note(draft.request.session, draft.next_position, kind, candidates)
+        choices = _likeliest(candidates, self._calibration.chances(kind, candidates), fed)
+        draft.append(choices.tokens[0], choices, state)
 
-        Candidates are returned as log probabilities in descending order, token ids, and noise. The host waits for the
-        device once.
-        """
+    def _considered(self, predictions: Sequence[_Prediction]) -> Floats:
+        """Returns the candidates at each position, as `_packed` does. The host waits for the device once."""
         logits = torch.stack([prediction.logits for prediction in predictions]).float()
-        finite = torch.isfinite(logits.amax(dim=-1))  # single -inf logits are valid: models mask tokens with them
-        logits = logits.masked_fill(~torch.isfinite(logits), MIN_LOGIT)
         requests = [prediction.draft.text.open for prediction in predictions]
         temperatures = [request.sampling.temperature or 1.0 for request in requests]
         (scale,) = to_device([temperatures], logits.device, torch.float32)
-        above = logits - logits.max(dim=-1, keepdim=True).values
-        log_probs, columns = torch.log_softmax(above / scale.unsqueeze(1), dim=-1).topk(
-            min(MAX_CANDIDATES, logits.shape[-1]), dim=-1
-        )
+        finite, log_probs, columns = _ranked(logits, scale)
         ids = self._token_ids[columns]
         noise = torch.zeros(ids.shape, dtype=torch.float64, device=ids.device)
         sampled = [row for row, request in enumerate(requests) if not request.sampling.greedy]
         if sampled:
-            at, keys = to_device([sampled, [self._draw_key(predictions[row]) for row in sampled]], ids.device)
+            draw_keys = [self._draw_key(predictions[row].draft, predictions[row].position) for row in sampled]
+            at, keys = to_device([sampled, draw_keys], ids.device)
             drawn = torch.stack([self._noise.ids(predictions[row].draft, ids[row]) for row in sampled])
             noise.index_copy_(0, at, gumbels(keys.unsqueeze(1), drawn).masked_fill(drawn < 0, 0.0))
-        # Doubles represent token ids exactly.
-        columns_on_host = torch.cat([finite.unsqueeze(1).double(), log_probs.double(), ids.double(), noise], dim=1)
-        numbers = columns_on_host.cpu().numpy()
-        log_probs_read, ids_read, noise_read = np.split(numbers[:, 1:], 3, axis=1)
-        return numbers[:, 0] != 0, log_probs_read, ids_read.astype(np.int64), noise_read
+        return _packed(finite, log_probs, ids, noise).cpu().numpy()
+
+    # ------------------------------------------------------------ chains of predictions, chosen on the device
+
+    @property
+    def knows_noise(self) -> bool:
+        """True if the noise of a block's tokens depends only on their positions; False in translated text."""
+        return self._noise is OWN_NOISE
+
+    def can_chain(self, drafts: Sequence[BlockDraft]) -> bool:
+        """Returns True if `choose` can choose all tokens of these blocks.
+
+        Trees and logits processors depend on earlier choices on the host. Filters restrict the candidates, and
+        rejection sampling draws from them.
+        """
+        return all(
+            not draft.takes_trees
+            and not draft.sends_probs
+            and (draft.text.open.sampling.greedy or not draft.text.open.sampling.is_filtered)
+            and self._processors.of(draft.text) is None
+            for draft in drafts
+        )
+
+    def choice_inputs(self, drafts: Sequence[BlockDraft], tokens: int) -> list[list[list[int]]]:
+        """Returns the inputs of `choose` for the next `tokens` tokens: CHOICE_INPUTS lists each, by draft."""
+        samplings = [draft.text.open.sampling for draft in drafts]
+        weights = [self._calibration.weights(DraftKind.of(sampling, False)) for sampling in samplings]
+        floats = [
+            [sampling.temperature for sampling in samplings],
+            [each[0] for each in weights],
+            [each[1] for each in weights],
+        ]
+        bits = np.array(floats, np.float64).view(np.int64).tolist()
+        return [
+            [[self._draw_key(draft, draft.position + offset) for draft in drafts], *bits] for offset in range(tokens)
+        ]
+
+    def choose(self, logits: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Chooses the likeliest candidate per row, for `StaticChain`, by the scores of `Candidates.chances`.
+
+        The values are those of `_packed`, then the index of the chosen candidate.
+        """
+        keys, *bits = inputs
+        temperatures, sharpness, noise_share = [part.view(torch.float64).unsqueeze(1) for part in bits]
+        is_sampled = temperatures > 0
+        finite, log_probs, columns = _ranked(logits, torch.where(is_sampled, temperatures, 1.0).float().squeeze(1))
+        ids = self._token_ids[columns]
+        noise = torch.where(is_sampled, gumbels(keys.unsqueeze(1), ids), 0.0)
+        scores = sharpness * log_probs.double().clamp_min(MIN_LOG_PROB) + noise_share * noise
+        best = scores.argmax(dim=-1, keepdim=True)
+        return ids.gather(1, best).squeeze(1), torch.cat([_packed(finite, log_probs, ids, noise), best], dim=1)
+
+    def extend_by_chains(self, drafts: Sequence[BlockDraft], counts: Sequence[int], values: Tensor) -> None:
+        """Adds the first `counts` tokens of chains to the blocks; `values` as `StaticChain.run` returns them."""
+        for row, (draft, count) in enumerate(zip(drafts, counts, strict=True)):
+            for found in values[:count, row].numpy():
+                self._add(draft, False, found[:-1], fed=int(found[-1]))
 
     def _offer_processed(self, prediction: _Prediction, chain: ProcessorChain) -> None:
         """Applies the logits processors at this position, after the text and the block's earlier tokens, and adds the
@@ -358,11 +417,10 @@ class DraftSampler:
             self._has_warned = True
             log.warning("the draft computed NaN or infinite logits, so blocks end before them; fetch its weights again")
 
-    def _draw_key(self, prediction: _Prediction) -> int:
+    def _draw_key(self, draft: BlockDraft, position: int) -> int:
         """Returns the key of the target's noise at this position."""
-        request = prediction.draft.text.open
-        position = self._noise.position(prediction.draft, prediction.position)
-        return key(request.seed, request.choice, position, Purpose.DRAW)
+        request = draft.text.open
+        return key(request.seed, request.choice, self._noise.position(draft, position), Purpose.DRAW)
 
     # ------------------------------------------------------------ own draws, for rejection sampling
 
@@ -456,9 +514,30 @@ def _count_kept(log_probs: NDArray[np.float64], probs: NDArray[np.float64], samp
     return max(1, count)
 
 
-def _likeliest(candidates: Candidates, chances: NDArray[np.float64]) -> Choices:
-    """Returns the candidates sorted by probability, highest first."""
-    order = np.argsort(-chances[:-1], kind="stable")[:MAX_CHOICES]
+def _ranked(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ranks the candidates by logits, (rows, columns), float32, and temperatures, (rows,).
+
+    Returns a mask of rows with a finite maximum, (rows,), and log probabilities and columns, highest first, (rows,
+    considered) each.
+    """
+    finite = torch.isfinite(logits.amax(dim=-1))  # single -inf logits are valid: models mask tokens with them
+    logits = logits.masked_fill(~torch.isfinite(logits), MIN_LOGIT)
+    above = logits - logits.max(dim=-1, keepdim=True).values
+    scores = torch.log_softmax(above / temperatures.unsqueeze(1), dim=-1)
+    return finite, *scores.topk(min(MAX_CANDIDATES, logits.shape[-1]), dim=-1)
+
+
+def _packed(finite: Tensor, log_probs: Tensor, ids: Tensor, noise: Tensor) -> Tensor:
+    """Joins what the host reads of each row in one copy; doubles represent token ids exactly."""
+    return torch.cat([finite.unsqueeze(1).double(), log_probs.double(), ids.double(), noise], dim=1)
+
+
+def _likeliest(candidates: Candidates, chances: NDArray[np.float64], fed: int | None) -> Choices:
+    """Returns the candidates sorted by probability, highest first; the one at index `fed` precedes its equals."""
+    order = np.argsort(-chances[:-1], kind="stable")
+    if fed is not None and order[0] != fed:  # device and host may round the scores of a tie differently
+        order = np.concatenate([[fed], order[order != fed]])
+    order = order[:MAX_CHOICES]
     return Choices(candidates.ids[order].tolist(), chances[order].tolist())
 
 

@@ -85,7 +85,10 @@ def test_drafts_are_measured_and_missing_products_named():
     found = results_of(stages.draft.run)
     passes = [one for one in found["DraftPass"] if one.quantization == "none"]
     assert {(one.mode, one.sessions, one.draft_tokens) for one in passes} == {
-        (mode, sessions, tokens) for mode in ("eager", "captured") for sessions in (1, 3) for tokens in (1, 3)
+        (mode, sessions, tokens)
+        for mode in ("eager", "captured", "one graph")
+        for sessions in (1, 3)
+        for tokens in (1, 3)
     }
     assert {one.what for one in found["Unmeasured"]} >= {"fp8", "int4"}
 

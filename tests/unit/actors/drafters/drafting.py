@@ -28,7 +28,7 @@ from actors.drafters.heads.projection import DecodedStates
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import ONE_AT_A_TIME, MaskTokens
-from actors.drafters.model.sampling import Calibration, Candidates, DraftingLimits, DraftKind, DraftSampler
+from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftKind, DraftSampler
 from actors.drafters.registry import DraftSetup, create_method, states_format
 from actors.models.decoder import ForwardOutput
 from cluster.config import DraftPool
@@ -258,8 +258,8 @@ class Following:
 class Trusting(Calibration):
     """Calibration for a perfect draft: the target's draw is the log probability plus the full noise."""
 
-    def chances(self, kind: DraftKind, candidates: Candidates) -> Any:
-        return candidates.chances(np.array((1.0, 1.0, -9.0, 0.0)))
+    def weights(self, kind: DraftKind) -> Any:
+        return np.array((1.0, 1.0, -9.0, 0.0))
 
 
 def a_method(

@@ -88,7 +88,7 @@ def test_a_configured_cache_size_is_kept_beside_the_reserve():
     assert page_count(cache, GIB // 64, 1, 8, CPU, reserve=Reserve(logits=GIB)) == 32
 
 
-def test_only_a_gpu_reserves_a_context_and_only_a_target_graphs():
+def test_only_a_gpu_reserves_a_context_and_only_captured_steps_graphs():
     gpu = torch.device("cuda", 0)
     logits = 160 * 128_000 * 4
     assert Reserve.of_steps(160, 128_000, CPU, captures_graphs=True) == Reserve(logits=logits)
@@ -97,6 +97,8 @@ def test_only_a_gpu_reserves_a_context_and_only_a_target_graphs():
     assert target.logits == draft.logits == logits
     assert target.context == draft.context == GIB // 2
     assert target.graphs > draft.graphs == 0
+    chained = Reserve.of_steps(160, 128_000, gpu, captures_graphs=True, chain_steps=15)
+    assert chained.graphs > target.graphs
 
 
 @pytest.mark.parametrize(("sessions", "draft_tokens", "limit", "rows"), [(32, 4, 512, 160), (200, 4, 512, 512)])

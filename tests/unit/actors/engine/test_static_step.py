@@ -1,6 +1,6 @@
 """A padded, captured step computes what the exact step computes, for all rows and whatever padding holds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -8,16 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.attention import PaddedBackend
 from actors.attention.padded import PaddedSdpa
 from actors.compute.kv_cache import InputRow
 from actors.engine.runner import ModelRunner
 from actors.engine.static_step import Buckets, Capture, Recording
-from actors.models.decoder import ForwardOutput
 from actors.sampling.draws import Draws
 from tests.unit.actors.attention.triton_interpreter import interpreted_paged
+from tests.unit.actors.captures import CountedCapture, Overwriting, StaticCapture
 from tests.unit.actors.tiny_models import MODELS, VOCABULARY, twins
 from tests.unit.trees import grown
 
@@ -40,24 +39,6 @@ def poisoned(model: Any, **options: Any) -> ModelRunner:
         pool[: runner.cache.padding_slot] = torch.nan
         pool[runner.cache.scrap_slot :] = torch.nan
     return runner
-
-
-class Overwriting:
-    """Captures steps as a CUDA graph does: every repeat writes its results to the memory of the first one."""
-
-    def __call__(self, step: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
-        first: list[ForwardOutput] = []
-
-        def repeat() -> ForwardOutput:
-            output = step()
-            if not first:
-                first.append(output)
-            for kept, part in zip(first[0], output, strict=True):
-                if kept is not None:
-                    kept.copy_(part)
-            return first[0]
-
-        return repeat
 
 
 class Twins:
@@ -152,23 +133,6 @@ def test_the_triton_kernel_serves_captured_steps():
         pair.check(rows, some_draws(rng, rows))
 
 
-class CountedCapture:
-    """Captures steps by calling them, and counts captures and repeats."""
-
-    def __init__(self) -> None:
-        self.captures = 0
-        self.repeats = 0
-
-    def __call__(self, step: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
-        self.captures += 1
-
-        def repeat() -> ForwardOutput:
-            self.repeats += 1
-            return step()
-
-        return repeat
-
-
 def test_steps_of_one_shape_are_captured_once_and_long_rows_not_at_all():
     counted = CountedCapture()
     pair = Twins("llama", counted)
@@ -181,39 +145,6 @@ def test_steps_of_one_shape_are_captured_once_and_long_rows_not_at_all():
     assert counted.captures == 2, "steps with sampled positions have shapes of their own"
     pair.check([InputRow((1,) * 25, 0, 1, table[1][:7])], Draws())
     assert counted.repeats == 8, "a prompt of 25 tokens exceeds all shapes"
-
-
-READS_VALUES = {
-    "aten::_local_scalar_dense",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::unique_consecutive",
-    "aten::_unique2",
-    "aten::repeat_interleave.Tensor",
-    "aten::bincount",
-    "aten::equal",
-}
-
-
-class Static(TorchDispatchMode):
-    """Raises AssertionError at operations that read values on the host, or whose shapes depend on values."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.name() not in READS_VALUES, f"{func.name()} cannot be captured"
-        if func.name() in ("aten::index.Tensor", "aten::index_put_", "aten::index_put"):
-            assert all(index is None or index.dtype is not torch.bool for index in args[1]), "a mask has no fixed shape"
-        return func(*args, **(kwargs or {}))
-
-
-class StaticCapture:
-    """Captures steps by calling them in `Static`."""
-
-    def __call__(self, step: Callable[[], ForwardOutput]) -> Callable[[], ForwardOutput]:
-        def repeat() -> ForwardOutput:
-            with Static():
-                return step()
-
-        return repeat
 
 
 @pytest.mark.parametrize("name", PLAIN_MODELS)
