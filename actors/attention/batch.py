@@ -93,10 +93,9 @@ class RaggedBatch:
         """
         if self._interrupted():
             raise Interrupted
-        total, both, head_dim = key_value.shape
-        pool = self.cache.layer(layer, both // 2, head_dim)
+        pool = self.cache.layer(layer)
         pool.index_copy_(0, self.written, key_value)
-        return self._plan(query, pool, options).reshape(total, -1)
+        return self._plan(query, pool, options).reshape(len(query), -1)
 
     def recur(self, layer: int, inputs: Tensor, advance: Advance) -> Tensor:
         """Computes a recurrent layer for each row, from the row's own state: (total, hidden) -> (total, hidden)."""

@@ -94,11 +94,6 @@ class EagleHead:
     dtype: torch.dtype
     device: torch.device
 
-    def page_bytes(self, page_size: int) -> int:
-        """Returns the size of one page in bytes: keys and values of all layers."""
-        config = self.config
-        return 2 * config.layers * config.kv_heads * config.head_dim * page_size * self.dtype.itemsize
-
 
 def head_of(
     files: HeadFiles,
@@ -128,8 +123,9 @@ class EagleRunner:
     def __init__(self, head: EagleHead, pages: int, page_size: int, attention: AttentionBackend | None = None) -> None:
         self.vocabulary = head.config.vocabulary
         self._head = head
-        self._attention = attention or choose_attention(attention_shape_of(head, page_size), head.device)[0]
-        self._cache = PagedCache(pages, page_size, head.dtype, head.device)
+        shape = attention_shape_of(head, page_size)
+        self._attention = attention or choose_attention(shape, head.device)[0]
+        self._cache = PagedCache(pages, page_size, shape.sizes, head.dtype, head.device)
 
     def with_head(self, head: EagleHead) -> "EagleRunner":
         """Returns a runner of another head of the same shape, over the same cache."""
