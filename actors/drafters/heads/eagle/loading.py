@@ -56,12 +56,10 @@ class EagleDecoder:
         if self._config.hides_first:
             embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(-1), 0.0)
         rotation = rotation_of(self._rotary, embedded, batch.positions)
-        first, *others = weights.layers
-        inputs, residual = self._entry(embedded, states)
-        hidden = gated_mlp(first, self._heads.attend(first, 0, first.attention_norm(inputs), residual, rotation, batch))
-        for index, layer in enumerate(others, start=1):
-            inputs = layer.attention_norm(hidden)
-            hidden = gated_mlp(layer, self._heads.attend(layer, index, inputs, hidden, rotation, batch))
+        inputs, hidden = self._entry(embedded, states)
+        for index, layer in enumerate(weights.layers):
+            attended = self._heads.attend(layer, index, layer.attention_norm(inputs), rotation, batch)
+            inputs = hidden = gated_mlp(layer, layer.attention_out.plus(attended, hidden))
         return self._output(hidden.index_select(0, batch.logit_at))
 
     def _entry(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:

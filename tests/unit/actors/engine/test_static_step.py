@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actors.attention import PaddedBackend
 from actors.attention.padded import PaddedSdpa
 from actors.compute.kv_cache import InputRow
+from actors.compute.linear import PlainProjection
 from actors.engine.runner import ModelRunner
 from actors.engine.static_step import Buckets, Capture, Recording
-from actors.models.decoder import ForwardOutput
+from actors.models.decoder import ForwardOutput, LlamaDecoder
 from actors.sampling.draws import Draws
 from tests.unit.actors.attention.triton_interpreter import interpreted_paged
 from tests.unit.actors.tiny_models import MODELS, VOCABULARY, twins
@@ -62,10 +63,17 @@ class Overwriting:
 class Twins:
     """Runners of equal models: one with exact steps, one with captured steps."""
 
-    def __init__(self, name: str, capture: Capture, backend: PaddedBackend | None = None) -> None:
+    def __init__(
+        self, name: str, capture: Capture, backend: PaddedBackend | None = None, is_fused: bool = False
+    ) -> None:
         model, twin = twins(MODELS[name], seed=3)
         self.exact = poisoned(model)
-        self.static = poisoned(twin, attention=backend or PaddedSdpa(), recording=Recording(BUCKETS, capture))
+        self.static = poisoned(
+            twin,
+            attention=backend or PaddedSdpa(),
+            recording=Recording(BUCKETS, capture),
+            decoder=LlamaDecoder(twin, PlainProjection, compile_function=uncompiled) if is_fused else None,
+        )
 
     def check(self, rows: Sequence[InputRow], draws: Draws) -> list[int]:
         """Asserts that both runners compute the same step; returns the drawn tokens."""
@@ -76,6 +84,10 @@ class Twins:
         assert expected.tokens is not None
         assert found.tokens.tolist() == expected.tokens.tolist()
         return found.tokens.tolist()
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 @pytest.fixture(scope="module", params=PLAIN_MODELS)
@@ -215,9 +227,11 @@ class StaticCapture:
         return repeat
 
 
-@pytest.mark.parametrize("name", PLAIN_MODELS)
-def test_no_operation_of_a_captured_step_depends_on_values(name):
-    pair = Twins(name, StaticCapture())
+@pytest.mark.parametrize(
+    ("name", "is_fused"), [*((name, False) for name in PLAIN_MODELS), ("llama", True), ("qwen3", True)]
+)
+def test_no_operation_of_a_captured_step_depends_on_values(name, is_fused):
+    pair = Twins(name, StaticCapture(), is_fused=is_fused)
     rng = Random(4)
     table = tables(rng)
     for rows in ([1], [2, 3], [1, 1, 1, 1, 1]):
