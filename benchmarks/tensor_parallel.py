@@ -89,7 +89,7 @@ class Side:
         self._group = group
         self._setting = setting
         self._pages = tuple(range(-(-(setting.context + MAX_TOKENS) // PAGE_SIZE)))
-        self._runner = ModelRunner(loaded.model, len(self._pages), PAGE_SIZE)
+        self._runner = ModelRunner(loaded.model, len(self._pages), PAGE_SIZE, ranks=group.size)
         self._runner.forward([InputRow((1,) * setting.context, 0, 1, self._pages)])
 
     def measure(self, order: Order) -> float:

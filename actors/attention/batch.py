@@ -93,12 +93,19 @@ class RaggedBatch:
 
         Checks for an interruption first, so once per layer, and raises Interrupted.
         """
+        pool = self.open_layer(layer)
+        pool.index_copy_(0, self.written, key_value)
+        return self.attend_cached(query, pool, options)
+
+    def open_layer(self, layer: int) -> Tensor:
+        """Returns a layer's part of the cache, to write the batch's keys and values to it. Raises Interrupted."""
         if self._interrupted():
             raise Interrupted
-        total, both, head_dim = key_value.shape
-        pool = self.cache.layer(layer, both // 2, head_dim)
-        pool.index_copy_(0, self.written, key_value)
-        return self._plan(query, pool, options).reshape(total, -1)
+        return self.cache.layer(layer)
+
+    def attend_cached(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
+        """Attends as `attend` does, to a layer's part of the cache that holds the batch's keys and values."""
+        return self._plan(query, pool, options).reshape(len(query), -1)
 
     def recur(self, layer: int, inputs: Tensor, advance: Advance) -> Tensor:
         """Computes a recurrent layer for each row, from the row's own state: (total, hidden) -> (total, hidden)."""

@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from actors.attention.flashinfer import flashinfer_for
 from actors.attention.paged import paged_for
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.varlen import varlen_for
-from actors.compute.kv_cache import InputRow, PagedCache
+from actors.compute.kv_cache import InputRow, LayerSize, PagedCache
 
 GATHERED = "colwise_gather_output"  # style in transformers' tensor-parallel plans: ranks gather their projections
 # Layer types with attention.
@@ -32,13 +31,6 @@ SINKS = ".sinks"  # end of the names of attention sinks
 REPEATS_KEYS = frozenset({"jetmoe"})  # architectures that repeat keys for every query head before attention
 MULTI_QUERY = frozenset({"gpt_bigcode", "falcon"})  # architectures whose config may choose one key head
 BIASED = frozenset({"bloom", "mpt", "doge"})  # architectures with biases of scores; Falcon's config chooses them
-
-
-class LayerSize(NamedTuple):
-    """Size of a layer's cached keys on one rank."""
-
-    kv_heads: int
-    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +47,20 @@ class AttentionShape:
     plain: bool = True  # whether all layers have plain scores (`ScoreOptions`) and equal sizes
     capped: bool = False  # whether only soft caps prevent this
     by_layer: tuple[LayerSize, ...] = ()  # sizes of all layers, if they differ
+    attending: tuple[int, ...] = ()  # indices of the layers with attention, if there are others
+
+    @property
+    def sizes(self) -> dict[int, LayerSize]:
+        """Sizes of the layers with attention, by index."""
+        size = LayerSize(self.kv_heads, self.head_dim)
+        indices = self.attending or range(self.layers)
+        return {index: self.by_layer[index] if self.by_layer else size for index in indices}
 
     @property
     def page_bytes(self) -> int:
         """Size of one page in bytes: keys and values of all layers."""
-        sizes = self.by_layer or self.layers * (LayerSize(self.kv_heads, self.head_dim),)
-        return 2 * self.page_size * self.dtype.itemsize * sum(size.kv_heads * size.head_dim for size in sizes)
-
-    def size_of(self, layer: int) -> LayerSize:
-        return self.by_layer[layer] if self.by_layer else LayerSize(self.kv_heads, self.head_dim)
+        numbers = sum(size.kv_heads * size.head_dim for size in self.sizes.values())
+        return 2 * self.page_size * self.dtype.itemsize * numbers
 
 
 def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> AttentionShape:
@@ -75,17 +72,18 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
     heads = int(getattr(config, "num_attention_heads", None) or 1)  # some models have only recurrent layers
     split = ranks if _splits_heads(model) else 1
     by_layer = _sizes_by_layer(config, split)
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    attending = tuple(layer for layer, kind in enumerate(kinds) if kind in ATTENDING)
     size = max(by_layer) if by_layer else LayerSize(_kv_heads(config, heads) // split, _head_dim(config, heads))
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     is_plain_but_for_softcap = (
         not any(name.endswith(SINKS) for name, _ in model.named_parameters())
-        and not (kinds and "chunked_attention" in kinds)
+        and "chunked_attention" not in kinds
         and not (config.model_type in BIASED or getattr(config, "alibi", False))
         and not by_layer
     )
     return AttentionShape(
-        layers=sum(kind in ATTENDING for kind in kinds) if kinds else int(config.num_hidden_layers),
+        layers=len(attending) if kinds else int(config.num_hidden_layers),
         heads=heads // split,
         kv_heads=size.kv_heads,
         head_dim=size.head_dim,
@@ -95,6 +93,7 @@ def attention_shape(model: PreTrainedModel, page_size: int, ranks: int = 1) -> A
         plain=is_plain_but_for_softcap and not has_softcap,
         capped=is_plain_but_for_softcap and has_softcap,
         by_layer=by_layer,
+        attending=attending if len(attending) < len(kinds) else (),
     )
 
 
@@ -202,7 +201,8 @@ class Trial:
         # Half of the pages are unused, and the rows' pages are not in order.
         pages = torch.randperm(2 * sum(per_row), generator=generator)
         tables = torch.split(pages[: sum(per_row)], per_row)
-        self._cache = PagedCache(len(pages), shape.page_size, shape.dtype, device)
+        size = LayerSize(shape.kv_heads, shape.head_dim)
+        self._cache = PagedCache(len(pages), shape.page_size, {0: size}, shape.dtype, device)
         self._rows = [
             InputRow((0,) * QUERIES, at, 0, tuple(t.tolist())) for at, t in zip(CONTEXTS, tables, strict=True)
         ]
@@ -219,7 +219,7 @@ class Trial:
 
     def attend(self, backend: AttentionBackend, window: int | None, trees: bool = False) -> Tensor:
         """Returns the result of one layer with chains or trees; sets memory outside the rows to NaN."""
-        pool = self._cache.layer(0, self._shape.kv_heads, self._shape.head_dim)
+        pool = self._cache.layer(0)
         pool[: self._cache.padding_slot] = torch.nan
         size = self._shape.page_size
         for row, old in zip(self._rows, self._old, strict=True):

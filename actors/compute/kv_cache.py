@@ -5,7 +5,9 @@ models. `to_device` copies all of a step's numbers of one type together: each co
 pageable memory blocks the host.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,32 +29,44 @@ def to_device(
     return torch.split(host.to(device, non_blocking=True), [len(part) for part in parts])
 
 
+class LayerSize(NamedTuple):
+    """Size of a layer's cached keys on one rank."""
+
+    kv_heads: int
+    head_dim: int
+
+
 class PagedCache:
     """Keys and values of all layers; each layer has shape (pages x page size, 2 x kv heads, head dim).
 
     Keys and values of a position are adjacent, so one copy writes both. The attention libraries accept the strides of
-    views of either. `recurrent` holds the states of recurrent layers, which belong to pages, too.
+    views of either. Layers of one size share a tensor, usually the only one, so that one operation moves a slot in all
+    of them. `recurrent` holds the states of recurrent layers, which belong to pages, too.
     """
 
-    def __init__(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, pages: int, page_size: int, layers: Mapping[int, LayerSize], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocates `layers`, by index. The operating system commits their memory when it is first written."""
         self.page_size = page_size
         self.padding_slot = pages * page_size  # first slot of an extra page of zeros, read by padding
         self.scrap_slot = self.padding_slot + page_size  # first slot of a page that padding writes and nobody reads
-        self._positions = (pages + 2) * page_size
         self.dtype = dtype
         self.device = device
-        self._layers: dict[int, Tensor] = {}
+        counts = Counter(layers.values())
+        slots = (pages + 2) * page_size
+        self._pools = {
+            size: torch.empty((count, slots, 2 * size.kv_heads, size.head_dim), dtype=dtype, device=device)
+            for size, count in counts.items()
+        }
+        for pool in self._pools.values():
+            pool[:, self.padding_slot :] = 0
+        free = {size: iter(range(count)) for size, count in counts.items()}
+        self._layers = {index: self._pools[size][next(free[size])] for index, size in layers.items()}
         self.recurrent = RecurrentStates(page_size)
 
-    def layer(self, index: int, kv_heads: int, head_dim: int) -> Tensor:
-        """Returns a layer's keys and values; allocates them at first use.
-
-        The operating system commits the memory when it is first written.
-        """
-        if index not in self._layers:
-            shape = (self._positions, 2 * kv_heads, head_dim)
-            self._layers[index] = torch.empty(shape, dtype=self.dtype, device=self.device)
-            self._layers[index][self.padding_slot :] = 0
+    def layer(self, index: int) -> Tensor:
+        """Returns a layer's keys and values."""
         return self._layers[index]
 
     def move(self, moves: Sequence[SlotMove]) -> None:
@@ -60,8 +74,8 @@ class PagedCache:
         if not moves:
             return
         sources, targets = to_device([[move.source for move in moves], [move.to for move in moves]], self.device)
-        for layer in self._layers.values():
-            layer[targets] = layer[sources]
+        for pool in self._pools.values():
+            pool.index_copy_(1, targets, pool.index_select(1, sources))
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copies whole pages in all layers."""
@@ -69,6 +83,6 @@ class PagedCache:
             return
         self.recurrent.copy(copies)
         sources, targets = to_device([[copy.source for copy in copies], [copy.to for copy in copies]], self.device)
-        for layer in self._layers.values():
-            pages = layer.view(-1, self.page_size, *layer.shape[1:])
-            pages[targets] = pages[sources]
+        for pool in self._pools.values():
+            pages = pool.view(len(pool), -1, self.page_size, *pool.shape[2:])
+            pages.index_copy_(1, targets, pages.index_select(1, sources))

@@ -150,14 +150,14 @@ class StepExecutor:
         for row, block, decision, row_scores in zip(rows, blocks, decisions, scores, strict=True):
             session = self._sessions[row.session]
             prompt_scores = session.take_prompt_scores()
-            here = logits[at]
+            first = at
             at += row.deciding
             accepted = [row.draft.tokens[node] for node in decision.path]
             session.tokens[row.base_len :] = accepted
             if not decision.is_finite or any(math.isnan(score.logprob) for score in prompt_scores):
                 outcomes.append(Outcome(row.session, (), 0, is_finite=False))
                 continue
-            near = self._margin(row, block, here)
+            near = self._margin(row, block, logits, first)
             outcomes.append(
                 Outcome(
                     row.session,
@@ -170,12 +170,12 @@ class StepExecutor:
             )
         return with_states_of_rows(rows, outcomes, self._runner.read_states)
 
-    def _margin(self, row: Row, block: PendingBlock, logits: Tensor) -> float | None:
-        """Returns the margin against an audit's rival token; None without an audit."""
+    def _margin(self, row: Row, block: PendingBlock, logits: Tensor, first: int) -> float | None:
+        """Returns the margin against an audit's rival token at the block's first position; None without an audit."""
         rival = self._sessions[row.session].open.rival
         if rival is None:
             return None
-        return margin(logits, block.sampling, block.chain, block.at, rival)
+        return margin(logits[first], block.sampling, block.chain, block.at, rival)
 
     def _block(self, row: Row) -> PendingBlock:
         session = self._sessions[row.session]

@@ -91,8 +91,9 @@ class ModelRunner:
     By default, `choose_attention` selects `attention`, and `decoder_for` selects `decoder`. `capture` stores the hidden
     states of all fed tokens. `cache` may be reused from a runner of the same model shape. Raises ModelError for a model
     that cannot be proved exact; `is_checked` skips this check. The runner draws tokens if `vocabulary` is given; ids
-    from there on are padding of the LM head and are never drawn. Tensor-parallel ranks make the same forwards with the
-    same draws. A `recording` captures the steps that fit in its buckets; it needs a `PaddedBackend`.
+    from there on are padding of the LM head and are never drawn. With several `ranks`, the model is one rank's share,
+    and all ranks make the same forwards with the same draws. A `recording` captures the steps that fit in its buckets;
+    it needs a `PaddedBackend`.
     """
 
     def __init__(
@@ -108,14 +109,16 @@ class ModelRunner:
         cache: PagedCache | None = None,
         vocabulary: int | None = None,
         recording: Recording | None = None,
+        ranks: int = 1,
     ) -> None:
         if not is_checked:
             check_class(type(model), model.config, context=context)
         if capture is not None:
             check_layers(model, capture.layers)
-        self.attention = attention or choose_attention(attention_shape(model, page_size), model.device)[0]
+        shape = attention_shape(model, page_size, ranks)
+        self.attention = attention or choose_attention(shape, model.device)[0]
         self.vocabulary = int(model.config.get_text_config().vocab_size)
-        self.cache = cache or PagedCache(pages, page_size, model.dtype, model.device)
+        self.cache = cache or PagedCache(pages, page_size, shape.sizes, model.dtype, model.device)
         self._decode = decoder or decoder_for(model.eval(), context=context)
         self._capture = capture
         self._drawn = vocabulary

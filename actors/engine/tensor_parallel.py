@@ -258,6 +258,7 @@ class Rank:
             is_checked=True,  # the leader checked the model while loading
             vocabulary=spec.vocabulary if self._index == 0 or decoder.shard.group.size > 1 else None,
             recording=recording_on(self._device, self._attention, decoder, buckets),
+            ranks=spec.ranks,
         )
         self._model = None  # the runner holds the parts that it needs
         self._runner.capture_steps()

@@ -8,6 +8,7 @@ Transformers selects rotary frequencies by the longest sequence in a forward. He
 forward, and cached keys keep their rotation. Therefore, `fix_frequencies` selects frequencies once, at load.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -23,11 +24,15 @@ from actors.attention.batch import RaggedBatch
 from actors.attention.hugging_face import ATTENTION_NAME, register_attention, share_batch
 from actors.compute.collectives import Shard, SingleRank
 from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection, trim_heap
+from actors.models import fused
+from actors.models.fused import Compile, FusedFunctions, HeadNorms
 from actors.models.merged_weights import join_rows, release
 from actors.models.own_attention import replace_attention
 from actors.models.recurrent_layers import run_row_by_row
 from actors.models.sharding import RowParallelLinear, VocabularyParallelHead
 from cluster.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 
 class ForwardOutput(NamedTuple):
@@ -153,6 +158,16 @@ class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+class WeightedNorm(Norm, Protocol):
+    """A norm that fused functions can compute from its weight, (size,), and eps."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PlainNorm:
     """Norm by torch's RMS norm, a single operation on a GPU."""
@@ -171,13 +186,13 @@ class MirroredNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._size = len(weight)
-        self._eps = eps
-        self._weight = torch.cat([weight, weight])
+        self.weight = weight
+        self.eps = eps
+        self._weights = torch.cat([weight, weight])
 
     def __call__(self, x: Tensor) -> Tensor:
         mirrored = torch.cat((x, x.neg()), -1)
-        return F.layer_norm(mirrored, self._weight.shape, self._weight, None, self._eps)[..., : self._size]
+        return F.layer_norm(mirrored, self._weights.shape, self._weights, None, self.eps)[..., : len(self.weight)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +201,19 @@ class Layer:
 
     attention_norm: Norm
     qkv: Projection  # yields concatenated queries, keys and values
-    query_norm: Norm | None
-    key_norm: Norm | None
+    query_norm: WeightedNorm | None
+    key_norm: WeightedNorm | None
     attention_out: Projection
-    mlp_norm: Norm
+    mlp_norm: WeightedNorm
     gate_up: Projection  # yields the gate, then the up projection
     down: Projection
     scores: ScoreOptions
+
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        if self.query_norm is None or self.key_norm is None:
+            return None
+        return HeadNorms(self.query_norm.weight, self.key_norm.weight, self.query_norm.eps)
 
 
 class Rotation(NamedTuple):
@@ -212,10 +233,8 @@ class AttentionHeads:
     keys: int
     dim: int
 
-    def attend(
-        self, layer: Layer, index: int, inputs: Tensor, residual: Tensor, rotation: Rotation, batch: RaggedBatch
-    ) -> Tensor:
-        """Returns attention over normed `inputs`, plus `residual`; both may end with padding rows."""
+    def attend(self, layer: Layer, index: int, inputs: Tensor, rotation: Rotation, batch: RaggedBatch) -> Tensor:
+        """Returns attention over normed `inputs`, which may end with padding rows: (total, heads x head dim)."""
         rotated = self.queries + self.keys
         qkv = layer.qkv(inputs).view(len(inputs), rotated + self.keys, self.dim)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -226,16 +245,90 @@ class AttentionHeads:
         total = len(batch.tokens)
         query = qkv[:total, : self.queries]
         key_value = qkv[:total, self.queries :]
-        attended = batch.attend(index, query, key_value, layer.scores)
-        if total < len(inputs):
-            attended = F.pad(attended, (0, 0, 0, len(inputs) - total))
-        return layer.attention_out.plus(attended, residual)
+        return batch.attend(index, query, key_value, layer.scores)
+
+
+class LayerOperations(Protocol):
+    """The operations between a layer's products."""
+
+    def attend(self, layer: Layer, index: int, inputs: Tensor, rotation: Rotation, batch: RaggedBatch) -> Tensor:
+        """Returns attention over normed `inputs`, which may end with padding rows: (total, heads x head dim)."""
+        ...
+
+    def add_norm(self, product: Projection, x: Tensor, residual: Tensor, norm: WeightedNorm) -> tuple[Tensor, Tensor]:
+        """Returns product(x) + residual, and its norm."""
+        ...
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """Returns SiLU(gate) x up."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainOperations:
+    """Runs one operation at a time. A CPU adds the residual within the product."""
+
+    heads: AttentionHeads
+
+    def attend(self, layer: Layer, index: int, inputs: Tensor, rotation: Rotation, batch: RaggedBatch) -> Tensor:
+        return self.heads.attend(layer, index, inputs, rotation, batch)
+
+    def add_norm(self, product: Projection, x: Tensor, residual: Tensor, norm: WeightedNorm) -> tuple[Tensor, Tensor]:
+        total = product.plus(x, residual)
+        return total, norm(total)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        return fused.gate(gate_up)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedOperations:
+    """Runs compiled functions. Does not support padding rows."""
+
+    functions: FusedFunctions
+
+    def attend(self, layer: Layer, index: int, inputs: Tensor, rotation: Rotation, batch: RaggedBatch) -> Tensor:
+        pool = batch.open_layer(index)
+        query = self.functions.rotate_and_cache(layer.qkv(inputs), *rotation, layer.head_norms, pool, batch.written)
+        return batch.attend_cached(query, pool, layer.scores)
+
+    def add_norm(self, product: Projection, x: Tensor, residual: Tensor, norm: WeightedNorm) -> tuple[Tensor, Tensor]:
+        return self.functions.add_norm(product(x), residual, norm.weight, norm.eps)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        return self.functions.gate(gate_up)
+
+
+MANY = 8  # any number of tokens but 1, which is compiled separately
+
+
+def fused_operations(
+    compile_function: Compile, heads: AttentionHeads, layer: Layer, rotate: "RotationTable", embedding: Tensor
+) -> FusedOperations:
+    """Compiles the functions for a model's sizes: for any number of tokens, and for a single one.
+
+    Raises RuntimeError where they cannot be compiled, as without Triton or a C compiler.
+    """
+    functions = FusedFunctions.of(compile_function)
+    pool = embedding.new_zeros(MANY, 2 * heads.keys, heads.dim)
+    norm = layer.mlp_norm
+    with torch.inference_mode():
+        for tokens in (MANY, 1):
+            x, residual = (embedding.new_zeros(tokens, embedding.shape[1]) for _ in range(2))
+            slots = torch.arange(tokens, device=x.device)
+            qkv, gate_up, rotation = layer.qkv(x), layer.gate_up(x), rotate(slots)
+            by_token = (x, residual, slots, qkv, gate_up, *rotation) if tokens > 1 else ()
+            for part in (pool, *by_token):
+                torch._dynamo.mark_dynamic(part, 0)
+            functions.add_norm(x, residual, norm.weight, norm.eps)
+            functions.rotate_and_cache(qkv, *rotation, layer.head_norms, pool, slots)
+            functions.gate(gate_up)
+    return FusedOperations(functions)
 
 
 def gated_mlp(layer: Layer, hidden: Tensor) -> Tensor:
     """Computes a layer's MLP, including norm and residual."""
-    gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
-    return layer.down.plus(F.silu(gate) * up, hidden)
+    return layer.down.plus(fused.gate(layer.gate_up(layer.mlp_norm(hidden))), hidden)
 
 
 def rotation_of(rotary: nn.Module, like: Tensor, positions: Tensor) -> Rotation:
@@ -268,24 +361,45 @@ class LlamaDecoder:
 
     Takes over the model's weights layer by layer, so that no more than one layer is held twice. The model's own linear
     layers cannot be used afterwards. Positions are below `context`, by default the model's own maximum, or up to
-    SPARE_POSITIONS more while costs are measured.
+    SPARE_POSITIONS more while costs are measured. `compile_function` fuses the operations between products, by default
+    on GPUs with torch's compiler; on a CPU, no operation is worth it.
     """
 
-    def __init__(self, model: PreTrainedModel, product: Product = projection, context: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        product: Product = projection,
+        context: int | None = None,
+        compile_function: Compile | None = None,
+    ) -> None:
         body = model.get_decoder()
         first = body.layers[0].self_attn
         dim = int(first.head_dim)
-        self._heads = AttentionHeads(first.q_proj.weight.shape[0] // dim, first.k_proj.weight.shape[0] // dim, dim)
+        heads = AttentionHeads(first.q_proj.weight.shape[0] // dim, first.k_proj.weight.shape[0] // dim, dim)
         self._embedding = body.embed_tokens.weight.detach()
         positions = int(model.config.max_position_embeddings) if context is None else context
         self._rotate = RotationTable(body.rotary_emb, self._embedding[:1], positions + SPARE_POSITIONS)
-        self._layers = [_layer(module, product) for module in body.layers]
+        self._norms = [_norm(module) for module in (*(layer.input_layernorm for layer in body.layers), body.norm)]
+        self._layers = [_layer(*parts, product) for parts in zip(body.layers, self._norms[:-1], strict=True)]
         self._least_rows = self._layers[0].qkv.fastest_rows
-        self._norm = _norm(body.norm)
         head = model.get_output_embeddings()
         is_split = isinstance(head, VocabularyParallelHead)
         self.shard = head.shard if is_split else Shard(SingleRank(), head.out_features)
         self._head = _single_projection(head, product)
+        self._operations: LayerOperations = PlainOperations(heads)
+        if compile_function is None and self._embedding.device.type == "cuda":
+            compile_function = torch.compile
+        if compile_function is not None:
+            try:
+                self._operations = fused_operations(
+                    compile_function, heads, self._layers[0], self._rotate, self._embedding
+                )
+            except RuntimeError as error:
+                reason = str(error).strip().partition("\n")[0]
+                log.warning(
+                    "torch cannot fuse operations here (%s), so steps take longer; install Triton and a C compiler",
+                    reason,
+                )
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
         states: list[Tensor] = []
@@ -302,34 +416,43 @@ class LlamaDecoder:
         Appends the streams at `layers` to `states`, each (tokens, hidden).
         """
         total = len(batch.tokens)
-        padding = (0, max(0, self._least_rows - total))
-        hidden = self.embed(F.pad(batch.tokens, padding))
-        rotation = self._rotate(F.pad(batch.positions, padding))
-        for index, layer in enumerate(self._layers):
+        padding = max(0, self._least_rows - total)
+        tokens, positions = batch.tokens, batch.positions
+        if padding:
+            tokens, positions = (F.pad(part, (0, padding)) for part in (tokens, positions))
+        hidden = self.embed(tokens)
+        rotation = self._rotate(positions)
+        operations = self._operations
+        normed = self._norms[0](hidden)
+        for index, (layer, next_norm) in enumerate(zip(self._layers, self._norms[1:], strict=True)):
             if index in layers:
                 states.append(hidden[:total])
-            hidden = self._heads.attend(layer, index, layer.attention_norm(hidden), hidden, rotation, batch)
-            hidden = gated_mlp(layer, hidden)
+            attended = operations.attend(layer, index, normed, rotation, batch)
+            if padding:
+                attended = F.pad(attended, (0, 0, 0, padding))
+            hidden, normed = operations.add_norm(layer.attention_out, attended, hidden, layer.mlp_norm)
+            gated = operations.gate(layer.gate_up(normed))
+            hidden, normed = operations.add_norm(layer.down, gated, hidden, next_norm)
         if len(self._layers) in layers:
-            states.append(self._norm(hidden[:total]))
-        return self._norm(hidden.index_select(0, batch.logit_at))
+            states.append(normed[:total])
+        return normed.index_select(0, batch.logit_at)
 
 
-def norm_of(weight: Tensor, eps: float) -> Norm:
+def norm_of(weight: Tensor, eps: float) -> WeightedNorm:
     """Returns the fastest norm for the weight's device."""
     kind = MirroredNorm if weight.device.type == "cpu" else PlainNorm
     return kind(weight, eps)
 
 
-def _norm(module: Any) -> Norm:
+def _norm(module: Any) -> WeightedNorm:
     return norm_of(module.weight.detach(), module.variance_epsilon)
 
 
-def _layer(module: Any, product: Product) -> Layer:
+def _layer(module: Any, attention_norm: Norm, product: Product) -> Layer:
     attention = module.self_attn
     mlp = module.mlp
     return Layer(
-        attention_norm=_norm(module.input_layernorm),
+        attention_norm=attention_norm,
         qkv=_combined_projection(product, attention.q_proj, attention.k_proj, attention.v_proj),
         query_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         key_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,

@@ -10,7 +10,7 @@ import copy
 import json
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -26,7 +26,7 @@ from actors.attention.batch import PackedStep, RaggedBatch
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import ATTENDING, attention_shape
 from actors.compute.collectives import Group, SingleRank, ThreadGroup
-from actors.compute.kv_cache import InputRow, PagedCache, to_device
+from actors.compute.kv_cache import InputRow, LayerSize, PagedCache, to_device
 from actors.models.config_reader import RECURRENT, is_recurrent, read_config
 from actors.models.decoder import check_positions, decoder_for
 from actors.models.sharding import shard
@@ -229,23 +229,30 @@ class _Attended:
     """Arguments of one attention call."""
 
     layer: int
-    kv_heads: int
-    head_dim: int
     options: ScoreOptions
 
 
 class _RecordedBatch(RaggedBatch):
-    """Batch that records each layer's attention arguments."""
+    """Batch that records each layer's attention arguments. Raises _WrongError for keys of another size than planned."""
 
-    def __init__(self, rows: Sequence[InputRow], cache: PagedCache) -> None:
+    def __init__(self, rows: Sequence[InputRow], cache: PagedCache, planned: Mapping[int, LayerSize]) -> None:
         step = PackedStep.exact(rows, cache, SdpaGather())
         super().__init__(step, to_device(step.integers, cache.device))
         self.place()
         self.attended: list[_Attended] = []
+        self._planned = planned
 
     def attend(self, layer: int, query: Tensor, key_value: Tensor, options: ScoreOptions) -> Tensor:
         _, both, head_dim = key_value.shape
-        self.attended.append(_Attended(layer, both // 2, head_dim, options))
+        planned = self._planned.get(layer)
+        if planned is None:
+            raise _WrongError(f"layer {layer} attends, but its config gives it no attention")
+        if (both // 2, head_dim) != planned:
+            raise _WrongError(
+                f"layer {layer} caches {both // 2} key-value heads of size {head_dim}, but its config gives"
+                f" {planned.kv_heads} of size {planned.head_dim}"
+            )
+        self.attended.append(_Attended(layer, options))
         return super().attend(layer, query, key_value, options)
 
 
@@ -264,7 +271,8 @@ class _CheckedRank:
         self._config = model.config.get_text_config()
         self._shape = attention_shape(model, PAGE_SIZE, group.size)
         self._decode = decoder_for(model, context=context and min(context, TEXT_TOKENS))
-        self._cache = PagedCache(len(PAGES[0]) + len(PAGES[1]), PAGE_SIZE, torch.float32, torch.device("cpu"))
+        pages = len(PAGES[0]) + len(PAGES[1])
+        self._cache = PagedCache(pages, PAGE_SIZE, self._shape.sizes, torch.float32, torch.device("cpu"))
         self._group = group
         self._is_recurrent = is_recurrent(model.config)
 
@@ -315,7 +323,7 @@ class _CheckedRank:
         return _Part(InputRow(text[start:], start, count, PAGES[session]), texts.expected(text, count))
 
     def _step(self, what: str, parts: Sequence[_Part]) -> None:
-        batch = _RecordedBatch([part.row for part in parts], self._cache)
+        batch = _RecordedBatch([part.row for part in parts], self._cache, self._shape.sizes)
         logits = self._decode.shard.gather(self._decode(batch).logits)
         self._check_attention(batch.attended)
         expected = torch.cat([part.expected for part in parts])
@@ -327,23 +335,15 @@ class _CheckedRank:
             )
 
     def _check_attention(self, attended: Sequence[_Attended]) -> None:
-        """Raises _WrongError unless every layer attended exactly once, with the sizes and window in the config."""
+        """Raises _WrongError unless every layer attended exactly once, with the window in the config."""
         times = Counter(call.layer for call in attended)
         kinds = getattr(self._config, "layer_types", None) or ["full_attention"] * self._shape.layers
-        for layer in [layer for layer, kind in enumerate(kinds) if kind in ATTENDING]:
+        for layer in self._shape.sizes:
             if times[layer] != 1:
                 raise _WrongError(
                     f"layer {layer} attends {times[layer]} times a step through the paged cache, expected once"
                 )
-        if len(times) != self._shape.layers:
-            raise _WrongError(f"{len(times)} layers attend, but its config has {self._shape.layers}")
         for call in attended:
-            planned = self._shape.size_of(call.layer)
-            if (call.kv_heads, call.head_dim) != planned:
-                raise _WrongError(
-                    f"layer {call.layer} caches {call.kv_heads} key-value heads of size {call.head_dim}, but its config"
-                    f" gives {planned.kv_heads} of size {planned.head_dim}"
-                )
             window = call.options.window
             if window is None and kinds[call.layer] == "sliding_attention":
                 raise _WrongError(f"layer {call.layer} has a sliding window by its config, but attends without one")

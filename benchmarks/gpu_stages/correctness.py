@@ -251,7 +251,7 @@ class CapturedPair:
         return Draws(sampled, keys, tuple(drawn.choice((0.3, 1.0, 1.7)) for _ in sampled))
 
     def _pools(self, runner: ModelRunner) -> list[Tensor]:
-        return [runner.cache.layer(layer, self._shape.kv_heads, self._shape.head_dim) for layer in range(2)]
+        return [runner.cache.layer(layer) for layer in self._shape.sizes]
 
     def _fill(self, rows: Sequence[InputRow]) -> None:
         """Writes random keys and values where the rows have cached tokens, and NaN everywhere else."""

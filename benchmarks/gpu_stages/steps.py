@@ -71,8 +71,8 @@ def weight_bytes(model: PreTrainedModel) -> int:
 @torch.inference_mode()
 def fill_cache(cache: PagedCache, shape: AttentionShape) -> None:
     """Fills all layers with random keys and values, so that no prompt must be computed."""
-    for layer in range(shape.layers):
-        cache.layer(layer, shape.kv_heads, shape.head_dim)[: cache.padding_slot].normal_()
+    for layer in shape.sizes:
+        cache.layer(layer)[: cache.padding_slot].normal_()
 
 
 def capturable(attention: AttentionBackend, device: torch.device) -> PaddedBackend | None:

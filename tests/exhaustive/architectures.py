@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from actors.attention.batch import exact_batch
 from actors.attention.sdpa_gather import SdpaGather
+from actors.attention.select_backend import attention_shape
 from actors.compute.collectives import ThreadGroup
 from actors.compute.kv_cache import InputRow, PagedCache
 from actors.engine.runner import ModelRunner
@@ -296,7 +297,8 @@ def exposes_states(decoder: Decoder, plain: PreTrainedModel) -> bool:
     text = tuple(range(FIRST_TOKEN, 60))
     config = plain.config.get_text_config()
     layers = (config.num_hidden_layers // 2, config.num_hidden_layers)
-    cache = PagedCache(PAGES_EACH, PAGE_SIZE, torch.float32, torch.device("cpu"))
+    sizes = attention_shape(plain, PAGE_SIZE).sizes
+    cache = PagedCache(PAGES_EACH, PAGE_SIZE, sizes, torch.float32, torch.device("cpu"))
     batch = exact_batch([InputRow(text, 0, 1, tuple(range(PAGES_EACH)))], cache, SdpaGather())
     try:
         found = decoder(batch, layers).streams

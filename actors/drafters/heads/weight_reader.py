@@ -14,7 +14,7 @@ from torch import Tensor
 from actors.compute.linear import Product, Projection
 from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
 from actors.drafters.heads.projection import DraftColumns, draft_columns
-from actors.models.decoder import Norm, norm_of
+from actors.models.decoder import WeightedNorm, norm_of
 
 TRAINING_PREFIXES = ("t2d", "verifier_")  # prefixes of tensors used only in training
 DERIVED_SUFFIX = "rotary_emb.inv_freq"  # determined by the configuration
@@ -65,7 +65,7 @@ class WeightReader:
     def placed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype).contiguous()
 
-    def norm(self, name: str, size: int | None = None) -> Norm:
+    def norm(self, name: str, size: int | None = None) -> WeightedNorm:
         return norm_of(self.tensor(f"{name}.weight", size or self.config.hidden), self.config.eps)
 
     def linear(self, names: list[str], outputs: list[int], inputs: int) -> Projection:

@@ -56,12 +56,10 @@ class EagleDecoder:
         if self._config.hides_first:
             embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(-1), 0.0)
         rotation = rotation_of(self._rotary, embedded, batch.positions)
-        first, *others = weights.layers
-        inputs, residual = self._entry(embedded, states)
-        hidden = gated_mlp(first, self._heads.attend(first, 0, first.attention_norm(inputs), residual, rotation, batch))
-        for index, layer in enumerate(others, start=1):
-            inputs = layer.attention_norm(hidden)
-            hidden = gated_mlp(layer, self._heads.attend(layer, index, inputs, hidden, rotation, batch))
+        inputs, hidden = self._entry(embedded, states)
+        for index, layer in enumerate(weights.layers):
+            attended = self._heads.attend(layer, index, layer.attention_norm(inputs), rotation, batch)
+            inputs = hidden = gated_mlp(layer, layer.attention_out.plus(attended, hidden))
         return self._output(hidden.index_select(0, batch.logit_at))
 
     def _entry(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,11 +92,6 @@ class EagleHead:
     dtype: torch.dtype
     device: torch.device
 
-    def page_bytes(self, page_size: int) -> int:
-        """Returns the size of one page in bytes: keys and values of all layers."""
-        config = self.config
-        return 2 * config.layers * config.kv_heads * config.head_dim * page_size * self.dtype.itemsize
-
 
 def head_of(
     files: HeadFiles,
@@ -128,8 +121,9 @@ class EagleRunner:
     def __init__(self, head: EagleHead, pages: int, page_size: int, attention: AttentionBackend | None = None) -> None:
         self.vocabulary = head.config.vocabulary
         self._head = head
-        self._attention = attention or choose_attention(attention_shape_of(head, page_size), head.device)[0]
-        self._cache = PagedCache(pages, page_size, head.dtype, head.device)
+        shape = attention_shape_of(head, page_size)
+        self._attention = attention or choose_attention(shape, head.device)[0]
+        self._cache = PagedCache(pages, page_size, shape.sizes, head.dtype, head.device)
 
     def with_head(self, head: EagleHead) -> "EagleRunner":
         """Returns a runner of another head of the same shape, over the same cache."""

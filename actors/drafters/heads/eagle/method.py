@@ -12,7 +12,7 @@ from actors.attention.sdpa_gather import SdpaGather
 from actors.compute.kv_cache import InputRow
 from actors.compute.linear import projection
 from actors.drafters.heads.eagle.config import EagleConfig, WeightSource, canonical, overrides_of, resolve
-from actors.drafters.heads.eagle.loading import EagleHead, EagleRunner, head_of
+from actors.drafters.heads.eagle.loading import EagleHead, EagleRunner, attention_shape_of, head_of
 from actors.drafters.heads.eagle.weights import EagleReader
 from actors.drafters.heads.files import HeadFiles, folder_to_borrow_from, head_folder, read_head
 from actors.drafters.heads.projection import DecodedStates, RowProjection, decoded
@@ -122,7 +122,7 @@ def deployed(
     """
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
-    bytes_each = head.page_bytes(page_size)
+    bytes_each = attention_shape_of(head, page_size).page_bytes
     share = draft.resources.gpu_share
     reserve = Reserve.of_steps(draft.max_sessions, len(head.token_ids), head.device, captures_graphs=False)
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, head.device, share, reserve)

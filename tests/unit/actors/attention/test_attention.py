@@ -16,7 +16,7 @@ from actors.attention.batch import exact_batch
 from actors.attention.flashinfer import FlashInfer
 from actors.attention.sdpa_gather import SdpaGather, SdpaGatherPlan
 from actors.attention.varlen import Varlen
-from actors.compute.kv_cache import InputRow, PagedCache
+from actors.compute.kv_cache import InputRow, LayerSize, PagedCache
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
 from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen
 from tests.unit.actors.attention.triton_interpreter import interpreted_paged
@@ -43,8 +43,8 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
 
 def a_cache(pages: int = 12) -> PagedCache:
     """Returns a cache filled with large numbers, which reveal reads of unwritten memory."""
-    cache = PagedCache(pages, PAGE_SIZE, torch.float32, CPU)
-    cache.layer(0, KV_HEADS, HEAD_DIM)[: cache.padding_slot] = 1e3
+    cache = PagedCache(pages, PAGE_SIZE, {0: LayerSize(KV_HEADS, HEAD_DIM)}, torch.float32, CPU)
+    cache.layer(0)[: cache.padding_slot] = 1e3
     return cache
 
 
@@ -92,7 +92,7 @@ def test_every_backend_attends_each_row_to_its_own_text(backend, window):
     starts = (12, 13, 15, 0, 3)
     counts = (200, 5, 1, 8, 1)
     cache = a_cache(pages=120)
-    pool = cache.layer(0, KV_HEADS, HEAD_DIM)
+    pool = cache.layer(0)
     pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(6)))
     texts = [pages_of_row(pool, table)[:start].clone() for table, start in zip(tables, starts, strict=True)]
     for seed, fed in ((5, counts), (6, (1, 2, 1, 1, 3))):
@@ -282,7 +282,7 @@ def test_a_mask_is_made_once_for_all_layers_and_not_at_all_where_everything_is_s
 
 def test_keys_and_values_of_a_pool_are_views():
     """Libraries accept strides; copying the whole pool in each layer would be far too slow."""
-    pool = a_cache().layer(0, KV_HEADS, HEAD_DIM)
+    pool = a_cache().layer(0)
     keys, values = pages_of(pool, PAGE_SIZE)
     assert keys.shape == values.shape == (14, PAGE_SIZE, KV_HEADS, HEAD_DIM)
     assert keys.data_ptr() == pool.data_ptr()

@@ -19,7 +19,7 @@ from actors.attention.batch import exact_batch
 from actors.attention.paged import Paged, step_integers, step_tensors
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import TOLERANCE
-from actors.compute.kv_cache import InputRow, PagedCache
+from actors.compute.kv_cache import InputRow, LayerSize, PagedCache
 from protos.draft_tree import MAX_BLOCK_TOKENS
 from tests.unit.actors.attention.triton_interpreter import CPU, interpreted_paged
 from tests.unit.trees import grown
@@ -48,8 +48,9 @@ class Case:
     def cache(self, dtype: torch.dtype = torch.float32) -> PagedCache:
         """Returns a cache with the rows' contexts; all other memory is NaN."""
         pages = max(page for row in self.rows for page in row.pages) + 2
-        cache = PagedCache(pages, self.page_size, dtype, CPU)
-        pool = cache.layer(0, self.kv_heads, self.head_dim)
+        size = LayerSize(self.kv_heads, self.head_dim)
+        cache = PagedCache(pages, self.page_size, {0: size}, dtype, CPU)
+        pool = cache.layer(0)
         pool[: cache.padding_slot] = torch.nan
         for row in self.rows:
             context = slots_of(row, self.page_size)[: row.start]
@@ -176,7 +177,7 @@ def written(case: Case, dtype: torch.dtype = torch.float32) -> tuple[PagedCache,
     cache = case.cache(dtype)
     query, key_value = case.new(dtype)
     slots = torch.cat([slots_of(row, case.page_size)[row.start : row.end] for row in case.rows])
-    cache.layer(0, case.kv_heads, case.head_dim)[slots] = key_value
+    cache.layer(0)[slots] = key_value
     return cache, query
 
 
@@ -205,7 +206,7 @@ def test_fixed_tensors_serve_any_step_with_poisoned_padding(paged, seed):
         cache, query = written(case)
         total = len(query)
         padded = torch.cat([query, torch.full((sizes.tokens - total, *query.shape[1:]), torch.nan)])
-        pool = cache.layer(0, case.kv_heads, case.head_dim)
+        pool = cache.layer(0)
         found = attend(step, padded, pool, case.page_size, case.options)
         assert torch.equal(found[:total].flatten(1), case.attend(paged))
         assert found[total:].eq(0).all()
@@ -222,7 +223,7 @@ def test_one_pass_and_partial_results_have_the_same_bits(paged, seed, dtype):
     step = step_tensors(placed(case, sizes), sizes)
     cache, query = written(case, dtype)
     padded = torch.cat([query, query[:1].expand(sizes.tokens - len(query), -1, -1)])
-    arguments = (step, padded, cache.layer(0, case.kv_heads, case.head_dim), case.page_size, case.options)
+    arguments = (step, padded, cache.layer(0), case.page_size, case.options)
     assert torch.equal(attend(*arguments), attend(*arguments, workspace_bytes=0))
 
 
@@ -232,7 +233,7 @@ def test_nan_of_a_row_shows_in_its_own_result_only(paged):
     rows = [InputRow((1,) * 3, 600, 1, pages[:40]), InputRow((1,) * 2, 20, 1, pages[40:42])]
     case = Case(rows, 4, 2, 16, 16, ScoreOptions(), 1)
     cache = case.cache()
-    cache.layer(0, 2, 16)[5] = torch.nan
+    cache.layer(0)[5] = torch.nan
     batch = exact_batch(rows, cache, paged)
     overflowed, other = case.parts(batch.attend(0, *case.new(), ScoreOptions()))
     assert overflowed.isnan().all()

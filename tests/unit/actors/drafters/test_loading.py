@@ -166,7 +166,7 @@ def test_a_version_replaces_a_checkpoint_in_the_memory_of_its_cache(folder: Path
     later = method.exchange(earlier)
     assert drafted(method) == before
     for layer in range(2):
-        one, other = (weights.runner.cache.layer(layer, 1, HIDDEN // 2) for weights in (earlier, later))
+        one, other = (weights.runner.cache.layer(layer) for weights in (earlier, later))
         assert one.data_ptr() == other.data_ptr()
 
 

@@ -208,7 +208,7 @@ def test_the_leading_rank_of_several_captures_whole_streams_and_the_others_none(
 
     def forward(rank: int, share: PreTrainedModel) -> bytes | None:
         capture = StateCapture(spec, PAGES, PAGE_SIZE, CPU) if rank == 0 else None
-        runner = ModelRunner(share, PAGES, PAGE_SIZE, capture=capture)
+        runner = ModelRunner(share, PAGES, PAGE_SIZE, capture=capture, ranks=3)
         runner.forward([row(A, tokens, 0, 1)])
         return runner.read_states(slots_of(range(9), A, PAGE_SIZE)) if capture is not None else None
 

@@ -101,7 +101,7 @@ def test_rows_and_contexts_of_all_sizes_in_one_forward_give_plain_logits(plain):
     parts = list(zip(TABLES, whole, begins, strict=True))
     plain.runner.forward([row(table, tokens[:begin], 0, 0) for table, tokens, begin in parts if begin])
     rows = [row(table, tokens[begin:], begin, min(3, len(tokens) - begin)) for table, tokens, begin in parts]
-    plan = SdpaGatherPlan(rows, PagedCache(PAGES, PAGE_SIZE, torch.float32, torch.device("cpu")))
+    plan = SdpaGatherPlan(rows, PagedCache(PAGES, PAGE_SIZE, {}, torch.float32, torch.device("cpu")))
     plan.place([torch.tensor(part, dtype=torch.int64) for part in plan.integers])
     assert len(plan.groups) > 2, "they are attended together: this showed nothing"
     check(plain, rows, whole)

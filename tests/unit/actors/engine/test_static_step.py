@@ -1,6 +1,6 @@
 """A padded, captured step computes what the exact step computes, for all rows and whatever padding holds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from actors.attention import PaddedBackend
 from actors.attention.padded import PaddedSdpa
 from actors.compute.kv_cache import InputRow
+from actors.compute.linear import PlainProjection
 from actors.engine.runner import ModelRunner
 from actors.engine.static_step import Buckets, Capture, Recording
+from actors.models.decoder import LlamaDecoder
 from actors.sampling.draws import Draws
 from tests.unit.actors.attention.triton_interpreter import interpreted_paged
 from tests.unit.actors.captures import CountedCapture, Overwriting, StaticCapture
@@ -33,9 +35,8 @@ PLAIN_MODELS = [name for name in MODELS if name != "gemma2"]  # gemma2 bounds it
 def poisoned(model: Any, **options: Any) -> ModelRunner:
     """Returns a runner whose whole cache is NaN, except the page of zeros."""
     runner = ModelRunner(model, PAGES, PAGE_SIZE, vocabulary=DRAWN, **options)
-    runner.forward([InputRow((1,) * 25, 0, 0, tuple(range(7)))])  # allocates the layers; exceeds all shapes
     for layer in range(int(model.config.num_hidden_layers)):
-        pool = runner.cache.layer(layer, 2, 8)
+        pool = runner.cache.layer(layer)
         pool[: runner.cache.padding_slot] = torch.nan
         pool[runner.cache.scrap_slot :] = torch.nan
     return runner
@@ -44,10 +45,17 @@ def poisoned(model: Any, **options: Any) -> ModelRunner:
 class Twins:
     """Runners of equal models: one with exact steps, one with captured steps."""
 
-    def __init__(self, name: str, capture: Capture, backend: PaddedBackend | None = None) -> None:
+    def __init__(
+        self, name: str, capture: Capture, backend: PaddedBackend | None = None, is_fused: bool = False
+    ) -> None:
         model, twin = twins(MODELS[name], seed=3)
         self.exact = poisoned(model)
-        self.static = poisoned(twin, attention=backend or PaddedSdpa(), recording=Recording(BUCKETS, capture))
+        self.static = poisoned(
+            twin,
+            attention=backend or PaddedSdpa(),
+            recording=Recording(BUCKETS, capture),
+            decoder=LlamaDecoder(twin, PlainProjection, compile_function=uncompiled) if is_fused else None,
+        )
 
     def check(self, rows: Sequence[InputRow], draws: Draws) -> list[int]:
         """Asserts that both runners compute the same step; returns the drawn tokens."""
@@ -58,6 +66,10 @@ class Twins:
         assert expected.tokens is not None
         assert found.tokens.tolist() == expected.tokens.tolist()
         return found.tokens.tolist()
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 @pytest.fixture(scope="module", params=PLAIN_MODELS)
@@ -147,9 +159,11 @@ def test_steps_of_one_shape_are_captured_once_and_long_rows_not_at_all():
     assert counted.repeats == 8, "a prompt of 25 tokens exceeds all shapes"
 
 
-@pytest.mark.parametrize("name", PLAIN_MODELS)
-def test_no_operation_of_a_captured_step_depends_on_values(name):
-    pair = Twins(name, StaticCapture())
+@pytest.mark.parametrize(
+    ("name", "is_fused"), [*((name, False) for name in PLAIN_MODELS), ("llama", True), ("qwen3", True)]
+)
+def test_no_operation_of_a_captured_step_depends_on_values(name, is_fused):
+    pair = Twins(name, StaticCapture(), is_fused=is_fused)
     rng = Random(4)
     table = tables(rng)
     for rows in ([1], [2, 3], [1, 1, 1, 1, 1]):

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from actors.attention.batch import exact_batch
 from actors.attention.sdpa_gather import SdpaGather
-from actors.compute.kv_cache import InputRow, PagedCache
+from actors.compute.kv_cache import InputRow, LayerSize, PagedCache
 from actors.compute.linear import EightBitProjection
 from actors.models.decoder import (
     Decoder,
@@ -23,6 +23,7 @@ from actors.models.decoder import (
 )
 from tests.unit.actors.tiny_models import MODELS, SIZES, tokens_of, twins
 
+CACHED = dict.fromkeys(range(SIZES["num_hidden_layers"]), LayerSize(2, 8))
 LLAMA_KIND = ["llama", "qwen2", "qwen3", "mistral"]
 BFLOAT16_TOLERANCE = 0.03  # relative to the logits' norm; rounding errors of 8-bit significands add up
 EIGHT_BIT_TOLERANCE = 0.06 if torch.cpu._is_vnni_supported() else 0.12  # without VNNI, rows have 7 bits
@@ -65,7 +66,7 @@ def test_unsupported_variants_fall_back_to_the_models_own_code(name):
 
 def decode(decoder: Decoder, dtype: torch.dtype) -> Tensor:
     """Runs two steps over three sessions: prompts, then blocks and a single token."""
-    cache = PagedCache(16, 4, dtype, torch.device("cpu"))
+    cache = PagedCache(16, 4, CACHED, dtype, torch.device("cpu"))
     a = tokens_of(1, 14)
     b = tokens_of(2, 9)
     c = tokens_of(3, 11)
