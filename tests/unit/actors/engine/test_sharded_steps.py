@@ -98,7 +98,7 @@ class FromLogits:
 
 def a_runner(folder: Path, group: Group, **options: Any) -> ModelRunner:
     model = load(folder, "float32", CPU, group).model
-    return ModelRunner(model, PAGES, PAGE_SIZE, vocabulary=VOCABULARY, **options)
+    return ModelRunner(model, PAGES, PAGE_SIZE, vocabulary=VOCABULARY, ranks=group.size, **options)
 
 
 def an_executor(runner: Runner) -> StepExecutor:
