@@ -26,7 +26,7 @@ from torch import Tensor
 
 from actors.compute.kv_cache import to_device
 from actors.sampling.draws import LOGITS_PER_GROUP, NOT_FINITE, Draws, DrawsOnDevice, draw_tokens
-from actors.sampling.gumbel import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, key, uniform_scalar
+from actors.sampling.gumbel import Purpose, gumbel_argmaxes, gumbel_argmaxes_among, key, keys, uniform_scalar
 from actors.sampling.logits_processors import ProcessorChain, paths_of
 from actors.sampling.truncation import Filters, Restricted, restrict
 from protos.draft_tree import DraftTree, SparseProbs
@@ -100,6 +100,12 @@ class PendingBlock:
         return len(self.draft) + 1
 
     @property
+    def draw_keys(self) -> list[int]:
+        """Keys of the draws at all positions."""
+        at = self.at
+        return keys(at.seed, at.choice, [at.position + offset for offset in offsets(self.draft)], Purpose.DRAW)
+
+    @property
     def is_drawn_in_step(self) -> bool:
         """True if `draw_tokens` decides the block: it needs neither processed logits nor probabilities."""
         if self.chain is not None:
@@ -124,17 +130,17 @@ def draws_of(
     All other positions get the likeliest token, which callers ignore.
     """
     sampled: list[int] = []
-    keys: list[int] = []
+    draw_keys: list[int] = []
     temperatures: list[float] = []
     first = 0
     for block in blocks:
         if block.is_drawn_in_step and not block.sampling.greedy:
             own = range(first, first + block.positions)
             sampled += own if positions is None else positions[own.start : own.stop]
-            keys += [block.at.key(offset, Purpose.DRAW) for offset in offsets(block.draft)]
+            draw_keys += block.draw_keys
             temperatures += [block.sampling.temperature] * block.positions
         first += block.positions
-    return Draws(tuple(sampled), tuple(keys), tuple(temperatures), needs_logits)
+    return Draws(tuple(sampled), tuple(draw_keys), tuple(temperatures), needs_logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +232,8 @@ def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, exhaustive: bo
     restricted = restrict(logits.to(torch.float32), filters, exhaustive)
     if blocks[0].rule is Acceptance.REJECTION:
         return _accept_by_ratio(blocks, restricted, finite)
-    keys = [block.at.key(offset, Purpose.DRAW) for block in blocks for offset in offsets(block.draft)]
-    own = _draw(restricted.logits, to_device([keys], logits.device)[0], restricted.candidates)
+    draw_keys = [each for block in blocks for each in block.draw_keys]
+    own = _draw(restricted.logits, to_device([draw_keys], logits.device)[0], restricted.candidates)
     return _match(blocks, torch.where(finite, own, NOT_FINITE), restricted.is_exact)
 
 

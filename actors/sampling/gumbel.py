@@ -4,12 +4,13 @@ All arithmetic except the last step uses integers, so drafter and target draw th
 and in any order. There is no generator and no state.
 """
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from protos.prefix import extend_hash
+from protos.prefix import hashes_after
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MULTIPLY_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -29,10 +30,15 @@ class Purpose(IntEnum):
 
 def key(seed: int, choice: int, position: int, purpose: Purpose) -> int:
     """Returns the 64-bit key of one draw, as a signed integer for torch."""
-    state = seed
-    for part in (choice, position, int(purpose)):
-        state = extend_hash(state, part)
-    return state - (1 << 64) if state & _SIGN else state
+    return keys(seed, choice, (position,), purpose)[0]
+
+
+def keys(seed: int, choice: int, positions: Iterable[int], purpose: Purpose) -> list[int]:
+    """Returns the keys of a text's draws at several positions."""
+    of_text = hashes_after(seed, (choice,))[0]
+    last = int(purpose)
+    states = [hashes_after(of_text, (position, last))[1] for position in positions]
+    return [state - (1 << 64) if state & _SIGN else state for state in states]
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
-from actors.sampling.gumbel import Purpose, gumbel, gumbels, key, uniform, uniform_scalar
+from actors.sampling.gumbel import Purpose, gumbel, gumbels, key, keys, uniform, uniform_scalar
 
 FALSE_ALARM = 1e-6
 MASK = (1 << 64) - 1
@@ -31,6 +31,12 @@ def test_tensors_agree_with_integers_bit_for_bit(at, token_ids):
     found = uniform(torch.tensor([at]), torch.tensor(token_ids)).tolist()
     assert found == [reference(at, token_id) for token_id in token_ids]
     assert uniform_scalar(at) == reference(at, 0)
+
+
+def test_keys_of_several_positions_equal_those_of_each():
+    found = keys(MASK, 3, range(7, 12), Purpose.DRAW)
+    assert found == [key(MASK, 3, position, Purpose.DRAW) for position in range(7, 12)]
+    assert len(set(found)) == len(found)
 
 
 def key_with_bits(bits: int) -> int:
