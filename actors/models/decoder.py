@@ -396,10 +396,7 @@ class LlamaDecoder:
                 )
             except RuntimeError as error:
                 reason = str(error).strip().partition("\n")[0]
-                log.warning(
-                    "torch cannot fuse operations here (%s), so steps take longer; install Triton and a C compiler",
-                    reason,
-                )
+                log.warning("torch cannot fuse operations (%s); install Triton and a C compiler for speed", reason)
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
         states: list[Tensor] = []
