@@ -94,6 +94,13 @@ class Twins:
         check_equal(found, propose(self.stepped, wants))
         return found
 
+    def decide(self, rng: Random, want: WantedBlock, block: Proposal) -> WantedBlock:
+        """Returns the session after a verdict that accepts some of the block, from which both models learn."""
+        decided = after(rng, want, block)
+        for draft in (self.chained, self.stepped):
+            draft.committed(want.open.session, decided.tokens[len(want.tokens) :])
+        return decided
+
     def close(self, sessions: Sequence[str]) -> None:
         for draft in (self.chained, self.stepped):
             draft.close(sessions)
@@ -137,15 +144,16 @@ def test_chains_draft_the_blocks_of_separate_forwards(pair, seed):
         pass_tokens=rng.choice([2048, 3]),
     )
     wants = {name: a_want(rng, name) for name in "abcde"[: rng.randint(1, SESSIONS)]}
-    for _ in range(4):
+    for _ in range(5):
         names = rng.sample(sorted(wants), rng.randint(1, len(wants)))
         longest = rng.choice([3, 5, LONG])
         least = rng.choice([0.0, 0.02])
         asked = [replace(wants[name], max_tokens=rng.randint(1, longest), least_chance=least) for name in names]
-        blocks = pair.propose(asked)
+        passes = [asked] if rng.random() < 0.5 else [[want] for want in asked]
+        blocks = [block for wants_of_pass in passes for block in pair.propose(wants_of_pass)]
         if rng.random() < 0.5:  # lookahead continues from the caches that the blocks have left
             pair.propose([want.under(block.tree, max_tokens=3) for want, block in zip(asked, blocks, strict=True)])
-        wants |= {name: after(rng, want, block) for name, want, block in zip(names, asked, blocks, strict=True)}
+        wants |= {name: pair.decide(rng, want, block) for name, want, block in zip(names, asked, blocks, strict=True)}
     pair.close(sorted(wants))
 
 
