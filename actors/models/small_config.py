@@ -51,6 +51,8 @@ WIDTHS = {
     "laurel_rank": 8,
     "index_head_dim": 16,
     "index_n_heads": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
     "dim_model_base": 16,
 }
 EXPERTS = {
