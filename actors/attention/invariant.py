@@ -5,18 +5,18 @@ random trial use the same order of summation. An EPYC with AVX-512 BF16, for ins
 halves, but starts with 192 keys if there are more. Queries that see that many keys have calls of their own.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.attention.sdpa_gather import KEY_BLOCK, QUERIES, VECTOR, Padding, SdpaGather, interleaved
+from actors.attention.sdpa_gather import KEY_BLOCK, QUERIES, Padding, SdpaGather
 from actors.attention.select_backend import AttentionShape
 
+VECTOR = 16  # keys that vector units sum in parallel
+SPLIT_STEP = 32  # step of numbers of keys that are unlike; each has its own calls
 HEADS = 4
 # Query counts around those at which torch changes its block size, and counts that leave a remainder.
-TRIED_QUERIES = (4, 12, 28, 32, 36, 64, 100, 196, 300, 772)
+TRIED_QUERIES = (4, 12, 28, 32, 36, 64, 100, 196, 300, 312, 772)
 HIDDEN_KEYS = (8, 100)  # padding keys of a trial
 
 
@@ -25,9 +25,8 @@ def invariant_attention(shape: AttentionShape) -> SdpaGather:
     """Returns attention on CPUs with the smallest paddings that passed the trials of this shape."""
     trial = _Trial(shape)
     alike = {KEY_BLOCK, *(size for size in range(VECTOR, KEY_BLOCK, VECTOR) if trial.is_alike(size, KEY_BLOCK))}
-    others = set(range(2 * VECTOR, KEY_BLOCK, 2 * VECTOR)) - alike
-    halved = {size for size in others if trial.is_alike(size, max(others), interleaved)}
-    return SdpaGather(Padding(tuple(sorted(alike | halved)), frozenset(halved)))
+    others = {size for size in set(range(SPLIT_STEP, KEY_BLOCK, SPLIT_STEP)) - alike if trial.is_alike(size, size)}
+    return SdpaGather(Padding(tuple(sorted(alike | others)), frozenset(alike)))
 
 
 class _Trial:
@@ -38,17 +37,14 @@ class _Trial:
         self._shape = shape
         self._query = self._random(TRIED_QUERIES[-1])
 
-    def is_alike(self, size: int, larger: int, order: Callable[[int], Tensor] = torch.arange) -> bool:
-        """Returns whether `size` keys give the same bits as `larger` keys, with all numbers of queries tried.
-
-        `order` returns the order of that many keys.
-        """
+    def is_alike(self, size: int, larger: int) -> bool:
+        """Returns whether `size` keys give the same bits as `larger` keys, with all numbers of queries tried."""
         for end in {max(2, size - hidden) for hidden in HIDDEN_KEYS}:
             keys, values = self._keys_and_values(end)
             few = torch.cat(torch.split(self._query, QUERIES, 2))  # (parts, heads, queries, head dim)
-            expected = _attend(few, keys, values, order(larger), end).transpose(0, 1).reshape(self._query.shape)
+            expected = _attend(few, keys, values, larger, end).transpose(0, 1).reshape(self._query.shape)
             for queries in TRIED_QUERIES:
-                attended = _attend(self._query[:, :, :queries], keys, values, order(size), end)
+                attended = _attend(self._query[:, :, :queries], keys, values, size, end)
                 if not torch.equal(attended, expected[:, :, :queries]):
                     return False
         return True
@@ -71,9 +67,9 @@ class _Trial:
         return keys, values
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, key_order: Tensor, end: int) -> Tensor:
-    """Attends queries, (parts, heads, queries, head dim), to keys in this order, except those from `end` on."""
-    mask = torch.zeros(1, 1, query.shape[2], len(key_order), dtype=query.dtype)
-    mask[..., key_order >= end] = -torch.inf
-    keys, values = (part[:, :, key_order].expand(len(query), -1, -1, -1) for part in (keys, values))
+def _attend(query: Tensor, keys: Tensor, values: Tensor, size: int, end: int) -> Tensor:
+    """Attends queries, (parts, heads, queries, head dim), to the first `end` of `size` keys."""
+    mask = torch.zeros(1, 1, query.shape[2], size, dtype=query.dtype)
+    mask[..., end:] = -torch.inf
+    keys, values = (part[:, :, :size].expand(len(query), -1, -1, -1) for part in (keys, values))
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)

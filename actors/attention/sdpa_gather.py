@@ -4,8 +4,8 @@ Rows of similar length form a group, and a layer attends group by group. Even ad
 kernel reads a copy up to twice as fast, since it has just been written.
 
 torch's kernel rounds by the number of queries and keys in a call, and by the keys' places in it. With a `Padding`, a
-query has the same result in every group: its position determines the order of the keys, it shares calls only with
-queries of the same order, and a tree is attended path by path, so that a node sees its keys in the order of the text.
+query has the same result in every group: its position determines the number of keys, except among sizes that round
+alike, and a tree is attended path by path, so that a node sees its keys in the order of the text.
 """
 
 from bisect import bisect_left
@@ -24,36 +24,25 @@ SHORT_ROW = 8  # rows of up to this number of tokens (blocks, single tokens) sha
 SHORT_CONTEXT = 256  # contexts up to this length share a group; longer contexts have one group per power of two
 CPU_POSITIONS = 2048  # maximum keys per group on a CPU, so that the gathered copy fits in its cache
 KEY_BLOCK = 512  # keys per block of torch's kernel, which adds the blocks' results in order
-VECTOR = 16  # keys that vector units sum in parallel
 QUERIES = 4  # in bfloat16, the kernel takes up to six times longer for one query; a remainder rounds differently
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Numbers of keys per call for which torch's kernel rounds each query the same way.
-
-    The kernel may sum some numbers of keys in two halves. With their keys interleaved, one half sums every second
-    vector of any such number.
-    """
+    """Numbers of keys per call for which torch's kernel rounds each query the same way."""
 
     last_keys: tuple[int, ...]  # numbers of keys in the last block, ascending, up to KEY_BLOCK
-    halved: frozenset[int] = frozenset()  # those of them that are interleaved
+    alike: frozenset[int]  # those of them that round a query like KEY_BLOCK keys
 
     def keys(self, end: int) -> int:
         """Returns the smallest number of keys that is at least `end`."""
         before = (end - 1) // KEY_BLOCK * KEY_BLOCK
         return before + self.last_keys[bisect_left(self.last_keys, end - before)]
 
-    def is_halved(self, end: int) -> bool:
-        """Returns whether a query that sees `end` keys has them interleaved."""
-        return (self.keys(end) - 1) % KEY_BLOCK + 1 in self.halved
-
-
-def interleaved(keys: int) -> Tensor:
-    """Returns the order of keys, (keys,), of which the last block is interleaved: even vectors, then odd vectors."""
-    order = torch.arange(keys)
-    last = order[(keys - 1) // KEY_BLOCK * KEY_BLOCK :]
-    return torch.cat([order[: -len(last)], last.view(-1, 2, VECTOR).transpose(0, 1).flatten()])
+    def only_keys(self, end: int) -> int | None:
+        """Returns the number of keys in every call of a query that sees `end` keys; None if others round alike."""
+        keys = self.keys(end)
+        return None if (keys - 1) % KEY_BLOCK + 1 in self.alike else keys
 
 
 class SdpaGather:
@@ -91,7 +80,6 @@ class RowGroup:
     query_at: Tensor  # (count x queries,): indices in the flat batch
     real: Tensor | slice  # (real queries,): indices of the queries that are not padding
     key_at: Tensor  # (count x keys,): slots in the pool
-    key_order: Tensor  # (keys,): index of each key in its row
     positions: Tensor  # (count, queries)
     seen: Tensor  # (count, queries): last key of the fully visible prefix; later keys are visible only on the path
     on_path: Tensor  # (node pairs,): indices in (count, queries, keys)
@@ -164,11 +152,12 @@ class SdpaGatherPlan:
         address = (group, repeat, window, chunk)
         if address not in self._masks:
             at = rows.positions.unsqueeze(2)
-            hidden = rows.key_order > rows.seen.unsqueeze(2)
+            key_at = torch.arange(rows.keys, device=at.device)
+            hidden = key_at > rows.seen.unsqueeze(2)
             if window is not None:
-                hidden |= rows.key_order <= at - window
+                hidden |= key_at <= at - window
             if chunk is not None:
-                hidden |= rows.key_order < at - at % chunk
+                hidden |= key_at < at - at % chunk
             if len(rows.on_path):
                 beyond = rows.behind >= (rows.keys if window is None else window)
                 if chunk is not None:
@@ -186,7 +175,7 @@ class SdpaGatherPlan:
         """
         if group not in self._key_positions:
             rows = self.groups[group]
-            at = rows.key_order.repeat(rows.count, 1)
+            at = torch.arange(rows.keys, device=rows.positions.device).repeat(rows.count, 1)
             query = rows.on_path // rows.keys
             at[query // rows.queries, rows.on_path % rows.keys] = rows.positions.flatten()[query] - rows.behind
             self._key_positions[group] = at
@@ -235,7 +224,6 @@ class _GroupDraft:
         self.queries = max(len(member.query_at) for member in members)
         end = max(member.end for member in members)
         self.keys = end if padding is None else padding.keys(end)
-        self.halved = padding is not None and padding.is_halved(end)
         self.even = all(len(member.query_at) == self.queries for member in members)
         # Padding repeats a row's last query; the result of padding is discarded.
         offsets = [[min(i, len(member.query_at) - 1) for i in range(self.queries)] for member in members]
@@ -287,10 +275,6 @@ class _GroupDraft:
         query_at, real, positions, seen, on_path, behind, tables, ends, path_at, path_slots = parts
         key_at = _slots(tables.view(self.count, -1), ends, self.keys, cache)
         key_at.index_copy_(0, path_at, path_slots)
-        key_order = torch.arange(self.keys, device=cache.device)
-        if self.halved:
-            key_order = interleaved(self.keys)
-            key_at = key_at.view(self.count, -1)[:, key_order].flatten()
         return RowGroup(
             count=self.count,
             queries=self.queries,
@@ -298,7 +282,6 @@ class _GroupDraft:
             query_at=query_at,
             real=slice(None) if self.even else real,
             key_at=key_at,
-            key_order=key_order,
             positions=positions.view(self.count, self.queries),
             seen=seen.view(self.count, self.queries),
             on_path=on_path,
@@ -376,7 +359,7 @@ def _path_members(row: InputRow, begin: int) -> Iterator[_Member]:
 
 def _parts(member: _Member, padding: Padding) -> Iterator[_Member]:
     """Yields runs of queries that may share a call."""
-    for _, run in groupby(range(len(member.seen)), lambda index: padding.is_halved(member.seen[index] + 1)):
+    for _, run in groupby(range(len(member.seen)), lambda index: padding.only_keys(member.seen[index] + 1)):
         indices = list(run)
         part = slice(indices[0], indices[-1] + 1)
         seen = member.seen[part]
@@ -389,9 +372,8 @@ def _alike(members: Sequence[_Member], padding: Padding | None) -> list[list[_Me
     """Groups rows of similar length, so that padding at most doubles a row."""
     groups: dict[tuple[int, int, int | None], list[_Member]] = {}
     for member in members:
-        is_halved = padding is not None and padding.is_halved(member.end)
-        block = (member.end - 1) // KEY_BLOCK if is_halved else None  # only the last block is interleaved
-        address = (_octave(len(member.query_at), SHORT_ROW), _octave(member.end, SHORT_CONTEXT), block)
+        only_keys = None if padding is None else padding.only_keys(member.end)
+        address = (_octave(len(member.query_at), SHORT_ROW), _octave(member.end, SHORT_CONTEXT), only_keys)
         groups.setdefault(address, []).append(member)
     return list(groups.values())
 
