@@ -1,16 +1,17 @@
 """Attention over gathered keys and values by torch's scaled dot product attention; works on every device.
 
-Rows of similar length form a group, and a layer attends group by group. The keys and values of a group of one row with
-adjacent pages are not copied.
+Rows of similar length form a group, and a layer attends group by group. Even adjacent pages are copied: on a CPU, the
+kernel reads a copy up to twice as fast, since it has just been written.
 
 torch's kernel rounds by the number of queries and keys in a call, and by the keys' places in it. With a `Padding`, a
-query has the same result in every group: sizes that round differently are padded to sizes that do not, and a tree is
-attended path by path, so that a node sees its keys in the order of the text.
+query has the same result in every group: its position determines the number of keys, except among sizes that round
+alike, and a tree is attended path by path, so that a node sees its keys in the order of the text.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -22,22 +23,26 @@ from actors.compute.kv_cache import InputRow, PagedCache
 SHORT_ROW = 8  # rows of up to this number of tokens (blocks, single tokens) share a group
 SHORT_CONTEXT = 256  # contexts up to this length share a group; longer contexts have one group per power of two
 CPU_POSITIONS = 2048  # maximum keys per group on a CPU, so that the gathered copy fits in its cache
-
-
 KEY_BLOCK = 512  # keys per block of torch's kernel, which adds the blocks' results in order
+QUERIES = 4  # in bfloat16, the kernel takes up to six times longer for one query; a remainder rounds differently
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Query and key counts per call for which torch's kernel rounds each query the same way."""
+    """Numbers of keys per call for which torch's kernel rounds each query the same way."""
 
-    queries: int  # query counts are multiples of this; each head that shares a key adds its own queries
     last_keys: tuple[int, ...]  # numbers of keys in the last block, ascending, up to KEY_BLOCK
+    alike: frozenset[int]  # those of them that round a query like KEY_BLOCK keys
 
     def keys(self, end: int) -> int:
         """Returns the smallest number of keys that is at least `end`."""
         before = (end - 1) // KEY_BLOCK * KEY_BLOCK
         return before + self.last_keys[bisect_left(self.last_keys, end - before)]
+
+    def only_keys(self, end: int) -> int | None:
+        """Returns the number of keys in every call of a query that sees `end` keys; None if others round alike."""
+        keys = self.keys(end)
+        return None if (keys - 1) % KEY_BLOCK + 1 in self.alike else keys
 
 
 class SdpaGather:
@@ -72,10 +77,9 @@ class RowGroup:
     count: int
     queries: int
     keys: int
-    query_at: Tensor | None  # (count x queries,): indices in the flat batch; None: the whole batch, in order
-    real: Tensor | None  # (real queries,): indices of the queries that are not padding; None: all
-    key_at: Tensor | slice  # (count x keys,): slots in the pool
-    unused: slice | None  # slots of a slice that are padding
+    query_at: Tensor  # (count x queries,): indices in the flat batch
+    real: Tensor | slice  # (real queries,): indices of the queries that are not padding
+    key_at: Tensor  # (count x keys,): slots in the pool
     positions: Tensor  # (count, queries)
     seen: Tensor  # (count, queries): last key of the fully visible prefix; later keys are visible only on the path
     on_path: Tensor  # (node pairs,): indices in (count, queries, keys)
@@ -88,15 +92,16 @@ class SdpaGatherPlan:
 
     def __init__(self, rows: Sequence[InputRow], cache: PagedCache, padding: Padding | None = None) -> None:
         self._cache = cache
-        self._query_multiple = 1 if padding is None else padding.queries
-        total = sum(len(row.tokens) for row in rows)
-        members = list(_members(rows, by_path=padding is not None))
-        self._drafts = [_GroupDraft(group, total, cache.page_size, padding) for group in _groups(members, cache.device)]
+        is_padded = padding is not None or (cache.device.type == "cpu" and cache.dtype is torch.bfloat16)
+        self._query_multiple = QUERIES if is_padded else 1  # each head that shares a key adds its own queries
+        self._total = sum(len(row.tokens) for row in rows)
+        members = list(_members(rows, padding))
+        self._drafts = [_GroupDraft(part, cache.page_size, padding) for part in _groups(members, cache.device, padding)]
         self.integers = [part for draft in self._drafts for part in draft.integers]
         self.groups: list[RowGroup] = []
+        self._orders: dict[tuple[int, int, int], _HeadOrder] = {}
         self._masks: dict[tuple[int, int, int | None, int | None], Tensor] = {}
         self._key_positions: dict[int, Tensor] = {}
-        self._is_one_group = len(self._drafts) == 1 and self._drafts[0].whole
 
     def place(self, parts: Sequence[Tensor]) -> None:
         begin = 0
@@ -106,49 +111,40 @@ class SdpaGatherPlan:
             begin = end
 
     def __call__(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
-        if self._is_one_group:
-            return self._attend_group(0, query, pool, options)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for index, group in enumerate(self.groups):
-            assert group.query_at is not None, "query_at is None only for a single group"
-            attended = self._attend_group(index, query[group.query_at], pool, options)
-            if group.real is None:
-                out.index_copy_(0, group.query_at, attended)
-            else:
-                out.index_copy_(0, group.query_at[group.real], attended[group.real])
-        return out
-
-    def _attend_group(self, index: int, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
-        """Attends one group. `query` and the result have shape (count x queries, heads, head dim).
-
-        Query heads that share a key head become further queries of it, so keys and values are never repeated.
-        """
-        rows = self.groups[index]
         heads, head_dim = query.shape[1:]
-        kv_heads = pool.shape[1] // 2
-        repeat = heads // kv_heads
-        keys, values = _gather(rows, pool).unbind(2)  # each (count, keys, kv heads, head dim)
-        grouped = query.view(rows.count, rows.queries, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
-        queries = repeat * rows.queries
-        padding = -queries % self._query_multiple if options.is_plain else 0
-        mask = self.mask(index, repeat, options.window, options.chunk)
+        order = self._order(heads, pool.shape[1] // 2, self._query_multiple if options.is_plain else 1)
+        grouped = query.reshape(-1, head_dim).index_select(0, order.taken)
+        if len(self.groups) == 1:
+            attended = self._attend_group(0, grouped, order, pool, options)
+        else:
+            parts = enumerate(torch.split(grouped, order.sizes))
+            attended = torch.cat([self._attend_group(index, part, order, pool, options) for index, part in parts])
+        return attended.index_select(0, order.returned).view(query.shape)
+
+    def _order(self, heads: int, kv_heads: int, multiple: int) -> "_HeadOrder":
+        """Returns the order of a layer's query heads; layers of one size share it per step."""
+        address = heads, kv_heads, multiple
+        if address not in self._orders:
+            self._orders[address] = _HeadOrder(self.groups, self._total, heads, kv_heads, multiple)
+        return self._orders[address]
+
+    def _attend_group(
+        self, index: int, query: Tensor, order: "_HeadOrder", pool: Tensor, options: ScoreOptions
+    ) -> Tensor:
+        """Attends one group: (count x kv heads x queries, head dim) -> (count x queries x kv heads, head dim)."""
+        shape = order.shapes[index]
+        keys, values = _gather(self.groups[index], pool)
+        mask = self.mask(index, order.repeat, options.window, options.chunk)
+        if mask is not None and mask.shape[2] != shape[2]:
+            mask = mask[:, :, : shape[2]]  # options that are not plain need no padding
         biases = None if options.alibi is None else options.alibi.biases(self.key_positions(index))
-        attended = _weigh(
-            F.pad(grouped.reshape(rows.count, kv_heads, queries, head_dim), (0, 0, 0, padding)),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            mask if mask is None else mask[:, :, : queries + padding],
-            options,
-            biases,
-        )
-        apart = attended[:, :, :queries].view(rows.count, kv_heads, repeat, rows.queries, head_dim)
-        return apart.permute(0, 3, 1, 2, 4).reshape(-1, heads, head_dim)
+        attended = _weigh(query.view(*shape, -1), keys, values, mask, options, biases)
+        return attended.transpose(1, 2).reshape(-1, query.shape[1])
 
     def mask(self, group: int, repeat: int, window: int | None, chunk: int | None = None) -> Tensor | None:
         """Returns the additive mask, (count, 1, repeat x queries, keys), with each query repeated for `repeat` heads.
 
-        Returns None if nothing is masked. All layers share one mask per step. A `Padding` adds queries that see all
-        keys.
+        Returns None if nothing is masked. All layers share one mask per step. Queries that are padding see all keys.
         """
         rows = self.groups[group]
         if rows.all_visible and all(limit is None or rows.keys <= limit for limit in (window, chunk)):
@@ -186,14 +182,44 @@ class SdpaGatherPlan:
         return self._key_positions[group]
 
 
+class _HeadOrder:
+    """Order of a step's query heads by group.
+
+    Query heads that share a key head become further queries of it, so keys and values are never repeated.
+    """
+
+    def __init__(self, groups: Sequence[RowGroup], total: int, heads: int, kv_heads: int, multiple: int) -> None:
+        """`total`: number of queries in the batch; `multiple`: divides the number of queries per key head."""
+        self.repeat = repeat = heads // kv_heads
+        device = groups[0].query_at.device
+        head_at = torch.arange(heads, device=device).view(kv_heads, repeat, 1)
+        taken = []
+        returned = torch.empty(total, heads, dtype=torch.int64, device=device)
+        begin = 0
+        for group in groups:
+            queries = repeat * group.queries
+            padding = -queries % multiple
+            at = group.query_at.view(-1, 1, 1, group.queries) * heads + head_at
+            taken.append(F.pad(at.reshape(group.count, kv_heads, queries), (0, padding)))
+            end = begin + taken[-1].numel()
+            results = torch.arange(begin, end, device=device).view(group.count, queries + padding, kv_heads)
+            apart = results[:, :queries].reshape(group.count, repeat, group.queries, kv_heads)
+            by_query = apart.permute(0, 2, 3, 1).reshape(-1, heads)
+            returned[group.query_at[group.real]] = by_query[group.real]
+            begin = end
+        self.shapes = [tuple(part.shape) for part in taken]  # (count, kv heads, queries) of each group
+        self.sizes = [part.numel() for part in taken]
+        self.taken = torch.cat([part.flatten() for part in taken])  # indices in (total x heads,)
+        self.returned = returned.flatten()  # indices in the groups' results, each (count x queries x kv heads,)
+
+
 class _GroupDraft:
     """Host-side description of a group whose integers are not yet on the device.
 
     `integers` are query_at, real, positions, seen, on_path, behind, tables, ends, path_at and path_slots.
     """
 
-    def __init__(self, members: list[_Member], total: int, page_size: int, padding: Padding | None) -> None:
-        """`total`: number of queries in the batch."""
+    def __init__(self, members: list[_Member], page_size: int, padding: Padding | None) -> None:
         self.count = len(members)
         self.queries = max(len(member.query_at) for member in members)
         end = max(member.end for member in members)
@@ -202,25 +228,18 @@ class _GroupDraft:
         # Padding repeats a row's last query; the result of padding is discarded.
         offsets = [[min(i, len(member.query_at) - 1) for i in range(self.queries)] for member in members]
         query_at = [member.query_at[i] for member, at in zip(members, offsets, strict=True) for i in at]
-        self.whole = self.even and query_at == list(range(total))
         self.all_visible = self.queries == 1 and all(member.end == self.keys for member in members)
         path_at, path_slots = self._path_keys(members, page_size)
         pages = -(-self.keys // page_size)
-        first = members[0].row.pages[:pages]
-        is_chain = self.count == 1 and members[0].path is None  # slots after a path hold other nodes
-        together = is_chain and pages == -(-end // page_size) and first == tuple(range(first[0], first[0] + pages))
-        begin = first[0] * page_size
-        self.slice = slice(begin, begin + self.keys) if together else None
-        self.unused = slice(begin + end, begin + self.keys) if together and end < self.keys else None
         real = [k * self.queries + i for k, member in enumerate(members) for i in range(len(member.query_at))]
         self.integers: list[list[int]] = [
-            [] if self.whole else query_at,
+            query_at,
             [] if self.even else real,
             [member.positions[i] for member, at in zip(members, offsets, strict=True) for i in at],
             [member.seen[i] for member, at in zip(members, offsets, strict=True) for i in at],
             *self._paths(members),
-            [] if together else [page for member in members for page in _padded(member.row.pages, pages)],
-            [] if together else [member.end for member in members],
+            [page for member in members for page in _padded(member.row.pages, pages)],
+            [member.end for member in members],
             path_at,
             path_slots,
         ]
@@ -254,17 +273,15 @@ class _GroupDraft:
 
     def group(self, parts: Sequence[Tensor], cache: PagedCache) -> RowGroup:
         query_at, real, positions, seen, on_path, behind, tables, ends, path_at, path_slots = parts
-        key_at = self.slice or _slots(tables.view(self.count, -1), ends, self.keys, cache)
-        if isinstance(key_at, Tensor):
-            key_at.index_copy_(0, path_at, path_slots)
+        key_at = _slots(tables.view(self.count, -1), ends, self.keys, cache)
+        key_at.index_copy_(0, path_at, path_slots)
         return RowGroup(
             count=self.count,
             queries=self.queries,
             keys=self.keys,
-            query_at=None if self.whole else query_at,
-            real=None if self.even else real,
+            query_at=query_at,
+            real=slice(None) if self.even else real,
             key_at=key_at,
-            unused=self.unused,
             positions=positions.view(self.count, self.queries),
             seen=seen.view(self.count, self.queries),
             on_path=on_path,
@@ -299,12 +316,10 @@ def _weigh(
     return scores.softmax(-1, dtype=torch.float32)[..., :-1].to(query.dtype) @ values
 
 
-def _gather(rows: RowGroup, pool: Tensor) -> Tensor:
-    """Returns the group's keys and values, (count, keys, 2, kv heads, head dim); a view if its pages are adjacent."""
-    if rows.unused is not None:
-        pool[rows.unused] = 0  # later slots of the row's last page; a mask does not hide NaN
-    gathered = pool[rows.key_at] if isinstance(rows.key_at, slice) else pool.index_select(0, rows.key_at)
-    return gathered.view(rows.count, rows.keys, 2, pool.shape[1] // 2, pool.shape[2])
+def _gather(rows: RowGroup, pool: Tensor) -> tuple[Tensor, ...]:
+    """Returns copies of the group's keys and values, each (count, kv heads, keys, head dim)."""
+    gathered = pool.index_select(0, rows.key_at).view(rows.count, rows.keys, 2, pool.shape[1] // 2, pool.shape[2])
+    return gathered.permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def _octave(length: int, least: int) -> int:
@@ -312,45 +327,63 @@ def _octave(length: int, least: int) -> int:
     return (max(length, least) - 1).bit_length()
 
 
-def _members(rows: Sequence[InputRow], by_path: bool) -> Iterator[_Member]:
-    """Yields each row; with `by_path`, a tree's root-to-leaf paths, each with the queries that no earlier path has."""
+def _members(rows: Sequence[InputRow], padding: Padding | None) -> Iterator[_Member]:
+    """Yields each row; with a padding, parts of rows and of their trees' paths that have calls of their own."""
     begin = 0
     for row in rows:
         end = begin + len(row.tokens)
-        if not row.parents or not by_path:
-            yield _Member(row, range(begin, end), row.positions, row.seen, row.end)
-            begin = end
-            continue
-        first = end - len(row.parents)  # index of the first node's query in the flat batch
-        query_at = list(range(begin, first))
-        positions = list(range(row.start, row.tree_start))
-        attended: set[int] = set()
-        for leaf in sorted(set(range(len(row.parents))) - set(row.parents)):
-            path = row.tree.paths[leaf]
-            new = [depth for depth, node in enumerate(path) if node not in attended]
-            attended.update(path)
-            query_at += [first + path[depth] for depth in new]
-            positions += [row.tree_start + depth for depth in new]
-            yield _Member(row, query_at, positions, positions, row.tree_start + len(path), path)
-            query_at, positions = [], []
+        if padding is None or not row.parents:
+            whole = [_Member(row, range(begin, end), row.positions, row.seen, row.end)]
+        else:
+            whole = list(_path_members(row, begin))
+        for member in whole:
+            yield from [member] if padding is None else _parts(member, padding)
         begin = end
 
 
-def _alike(members: Sequence[_Member]) -> list[list[_Member]]:
+def _path_members(row: InputRow, begin: int) -> Iterator[_Member]:
+    """Yields a tree's root-to-leaf paths, each with the queries that no earlier path has."""
+    first = begin + len(row.tokens) - len(row.parents)  # index of the first node's query in the flat batch
+    query_at = list(range(begin, first))
+    positions = list(range(row.start, row.tree_start))
+    attended: set[int] = set()
+    for leaf in sorted(set(range(len(row.parents))) - set(row.parents)):
+        path = row.tree.paths[leaf]
+        new = [depth for depth, node in enumerate(path) if node not in attended]
+        attended.update(path)
+        query_at += [first + path[depth] for depth in new]
+        positions += [row.tree_start + depth for depth in new]
+        yield _Member(row, query_at, positions, positions, row.tree_start + len(path), path)
+        query_at, positions = [], []
+
+
+def _parts(member: _Member, padding: Padding) -> Iterator[_Member]:
+    """Yields runs of queries that may share a call."""
+    for _, run in groupby(range(len(member.seen)), lambda index: padding.only_keys(member.seen[index] + 1)):
+        indices = list(run)
+        part = slice(indices[0], indices[-1] + 1)
+        seen = member.seen[part]
+        end = seen[-1] + 1
+        path = None if member.path is None else member.path[: max(0, end - member.row.tree_start)]
+        yield _Member(member.row, member.query_at[part], member.positions[part], seen, end, path)
+
+
+def _alike(members: Sequence[_Member], padding: Padding | None) -> list[list[_Member]]:
     """Groups rows of similar length, so that padding at most doubles a row."""
-    groups: dict[tuple[int, int], list[_Member]] = {}
+    groups: dict[tuple[int, int, int | None], list[_Member]] = {}
     for member in members:
-        address = (_octave(len(member.query_at), SHORT_ROW), _octave(member.end, SHORT_CONTEXT))
+        only_keys = None if padding is None else padding.only_keys(member.end)
+        address = (_octave(len(member.query_at), SHORT_ROW), _octave(member.end, SHORT_CONTEXT), only_keys)
         groups.setdefault(address, []).append(member)
     return list(groups.values())
 
 
-def _groups(members: Sequence[_Member], device: torch.device) -> list[list[_Member]]:
+def _groups(members: Sequence[_Member], device: torch.device, padding: Padding | None) -> list[list[_Member]]:
     """Groups rows of similar length; on a CPU, also limits the number of keys per group."""
     if device.type != "cpu":
-        return _alike(members)
+        return _alike(members, padding)
     groups = []
-    for group in _alike(members):
+    for group in _alike(members, padding):
         count = max(1, CPU_POSITIONS // max(member.end for member in group))
         groups += [group[first : first + count] for first in range(0, len(group), count)]
     return groups

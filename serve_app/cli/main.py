@@ -9,11 +9,12 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -21,7 +22,7 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.config import SlipstreamConfig, load_config
+from cluster.config import ENVIRONMENT_PREFIX, SlipstreamConfig, load_config
 from cluster.errors import ConfigError, SlipstreamError
 from serve_app.cli.chat import ApiKey, chat
 
@@ -95,7 +96,7 @@ def demo(
         return
     from serve_app.cli.demo import run_demo
 
-    config = load_demo(["model.numerics=invariant"], port, console)  # so that answers are equal in bfloat16
+    config = load_demo(None, port, console, SHOWN_DEFAULTS)
     check_models_of(config, console)
     from serve_app.operations.local import serving
 
@@ -294,11 +295,23 @@ def _served(config: SlipstreamConfig) -> str:
     return f"model{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
-def load_demo(overrides: Sequence[str] | None, port: int | None, console: Console) -> SlipstreamConfig:
-    """Returns the demo's configuration, with its target model prepared."""
+# Variables of `slipstream demo` that are not set; with invariant numerics, answers are equal in bfloat16.
+SHOWN_DEFAULTS = MappingProxyType({f"{ENVIRONMENT_PREFIX}MODEL__NUMERICS": "invariant"})
+
+
+def load_demo(
+    overrides: Sequence[str] | None,
+    port: int | None,
+    console: Console,
+    defaults: Mapping[str, str] = MappingProxyType({}),
+) -> SlipstreamConfig:
+    """Returns the demo's configuration, with its target model prepared.
+
+    `defaults` are environment variables; those that are set win.
+    """
     from serve_app.cli.demo import demo_config, prepare_target
 
-    config = demo_config([*(overrides or []), *_port_override(port)], os.environ)
+    config = demo_config([*(overrides or []), *_port_override(port)], {**defaults, **os.environ})
     prepare_target(Path(config.model.target), console)
     return config
 

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from cluster.errors import ModelError
 from serve_app.cli.demo import Step, demo_config, find_gguf, make_folder, prepare_target, require_reader
+from serve_app.cli.main import SHOWN_DEFAULTS, load_demo
 from serve_app.demo_data import FOLDER
 
 
@@ -105,3 +106,12 @@ def test_demo_data_is_part_of_the_package() -> None:
 
 def test_environment_variables_override_the_demo_config() -> None:
     assert demo_config(environment={"SLIPSTREAM__SPECULATION__DRAFT_TOKENS": "2"}).speculation.draft_tokens == 2
+
+
+def test_environment_variables_override_the_numerics_of_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM__MODEL__TARGET", str(tmp_path))
+    assert load_demo(None, 0, Console(quiet=True), SHOWN_DEFAULTS).model.numerics == "invariant"
+    monkeypatch.setenv("SLIPSTREAM__MODEL__NUMERICS", "fast")
+    assert load_demo(None, 0, Console(quiet=True), SHOWN_DEFAULTS).model.numerics == "fast"
