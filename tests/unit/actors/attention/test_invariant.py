@@ -8,7 +8,7 @@ from actors.attention import ScoreOptions
 from actors.attention.batch import exact_batch
 from actors.attention.invariant import invariant_attention
 from actors.attention.select_backend import AttentionShape
-from actors.compute.kv_cache import InputRow, PagedCache
+from actors.compute.kv_cache import InputRow, LayerSize, PagedCache
 
 PAGE_SIZE = 16
 TOKENS = 6
@@ -25,8 +25,9 @@ def test_queries_have_the_same_bits_beside_rows_of_other_lengths(dtype: torch.dt
     generator = torch.Generator().manual_seed(0)
     pages = torch.randperm(sum(counts), generator=generator)
     tables = [tuple(table.tolist()) for table in torch.split(pages, counts)]
-    cache = PagedCache(sum(counts), PAGE_SIZE, dtype, torch.device("cpu"))
-    pool = cache.layer(0, shape.kv_heads, shape.head_dim)
+    size = LayerSize(shape.kv_heads, shape.head_dim)
+    cache = PagedCache(sum(counts), PAGE_SIZE, {0: size}, dtype, torch.device("cpu"))
+    pool = cache.layer(0)
     pool[: cache.padding_slot] = torch.randn(cache.padding_slot, *pool.shape[1:], generator=generator).to(dtype)
     rows = [InputRow((0,) * TOKENS, end - TOKENS, 0, table) for end, table in zip(ENDS, tables, strict=True)]
     query = torch.randn(len(rows), TOKENS, shape.heads, shape.head_dim, generator=generator).to(dtype)
