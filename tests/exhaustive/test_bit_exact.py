@@ -36,7 +36,7 @@ COMMON = (
     "draft.max_sessions=32",
     "server.target_wait_s=300",
 )
-# Eight pages of sixteen tokens for each of eight sessions; a page of SmolLM2 takes 360 KiB.
+# A cache for fewer than eight sessions, and prompts in chunks; a page of SmolLM2's sixteen tokens takes 360 KiB.
 PRESSED = ("model.max_context=1024", "target.cache_per_rank.gib=0.025", "target.max_step_tokens=48")
 
 
@@ -58,7 +58,7 @@ async def answers(served: Served, prompts: list[str], at_once: int, tokens: int,
 
 
 def drafted(shape: str) -> dict[str, object]:
-    return {"extra_body": {"speculation": {"draft_tokens": SHAPES[shape]}}}
+    return {"extra_body": {"speculation": {"draft_tokens": SHAPES[shape]}, "ignore_eos": True}}
 
 
 def count_differing(found: list[str], expected: list[str]) -> int:
@@ -73,15 +73,22 @@ def gemma_settings() -> tuple[str, ...]:
     return f"model.target={folder}", "draft={method: ngram, resources: {num_cpus: 0.3}}", "target.step_timeout_s=300"
 
 
-@pytest.fixture(scope="module", params=["SmolLM2 on 1 rank", "SmolLM2 on 3 ranks", "Gemma 3"])
+SETTINGS = {
+    "1 rank": (),
+    "3 ranks": ("target.tensor_parallel=3",),
+    "pressure": PRESSED,
+}
+
+
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    name = request.param
-    own = gemma_settings() if name == "Gemma 3" else (f"target.tensor_parallel={name[11]}",)
+    own = gemma_settings() if request.param == "Gemma 3" else SETTINGS[request.param]
     with built_by("tests.exhaustive.shaped_target:build"), demo_served(*COMMON, *own) as served:
         assert [target["numerics"] for target in served.inspect("Target")] == [["invariant"]]
         yield served
 
 
+@pytest.mark.parametrize("served", ["1 rank", "3 ranks", "Gemma 3"], indirect=True)
 @pytest.mark.parametrize("sampling", SAMPLING)
 async def test_bytes_depend_on_nothing_else_in_the_step(served: Served, sampling: str) -> None:
     """Later answers also find their prompts in the prefix cache."""
@@ -103,31 +110,23 @@ async def test_bytes_depend_on_nothing_else_in_the_step(served: Served, sampling
     assert blocks["several accepted"] > 100
 
 
-@pytest.fixture(scope="module")
-def pressed() -> Iterator[Served]:
-    """Serves SmolLM2 with a cache too small for eight sessions, and prompts in chunks."""
-    with built_by("tests.exhaustive.shaped_target:build"), demo_served(*COMMON, *PRESSED) as served:
-        yield served
-
-
+@pytest.mark.parametrize("served", ["pressure"], indirect=True)
 @pytest.mark.parametrize("sampling", SAMPLING)
-async def test_bytes_survive_preemption_chunks_and_a_lost_target(pressed: Served, sampling: str) -> None:
+async def test_bytes_survive_preemption_chunks_and_a_lost_target(served: Served, sampling: str) -> None:
     options = SAMPLING[sampling]
-    alone = await answers(pressed, PROMPTS, 1, PRESSED_TOKENS, **drafted("plain"), **options)
-    (target,) = await asyncio.to_thread(pressed.inspect, "Target")
+    alone = await answers(served, PROMPTS, 1, PRESSED_TOKENS, **drafted("plain"), **options)
+    (target,) = await asyncio.to_thread(served.inspect, "Target")
     for shape in SHAPES:
-        again = await answers(pressed, PROMPTS, 16, PRESSED_TOKENS, **drafted(shape), **options)
+        again = await answers(served, PROMPTS, 16, PRESSED_TOKENS, **drafted(shape), **options)
         assert count_differing(again, alone) == 0, shape
-    (later,) = await asyncio.to_thread(pressed.inspect, "Target")
+    (later,) = await asyncio.to_thread(served.inspect, "Target")
     assert later["preempted"] > target["preempted"]
 
     async def kill() -> None:
         await asyncio.sleep(2)  # into the answers
         os.kill(target["rank_pids"][0], signal.SIGKILL)
 
-    again, _ = await asyncio.gather(
-        answers(pressed, PROMPTS, 16, PRESSED_TOKENS, **drafted("trees"), **options), kill()
-    )
+    again, _ = await asyncio.gather(answers(served, PROMPTS, 16, PRESSED_TOKENS, **drafted("trees"), **options), kill())
     assert count_differing(again, alone) == 0
-    (reborn,) = await asyncio.to_thread(pressed.inspect, "Target")
+    (reborn,) = await asyncio.to_thread(served.inspect, "Target")
     assert reborn["pid"] != target["pid"]
