@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from actors.attention import AttentionBackend, AttentionPlan, PaddedBackend, ScoreOptions, StepShape
-from actors.attention.paged import moved
+from actors.attention.paged import parts_at
 from actors.compute.kv_cache import InputRow, PagedCache, to_device
 from actors.compute.recurrent_states import Advance
 from actors.sampling.draws import DRAW_LISTS, NO_DRAWS, Draws, DrawsOnDevice
@@ -114,7 +114,7 @@ class RaggedBatch:
         return torch.cat([states.feed(layer, row, part, advance) for row, part in zip(self._rows, parts, strict=True)])
 
 
-PLACE_LISTS = 3  # of a step of a chain: positions, ends, which are positions + 1, and slots to write
+PLACE_LISTS = 3  # lists per step of a chain: positions, ends (positions + 1), and slots to write
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class PackedChain:
     def padded(
         cls, rows: Sequence[InputRow], steps: int, cache: PagedCache, backend: PaddedBackend, shape: StepShape
     ) -> Self:
-        """Packs a chain over the slots of `rows`, which must not be their texts' first.
+        """Packs a chain that fills the slots of `rows`; no row may start at position 0.
 
         A row with fewer slots than steps repeats its last position, writes to `PagedCache.scrap_slot`, and its further
         results are undefined.
@@ -163,7 +163,7 @@ class PackedChain:
         """Returns the batch of a step that feeds `tokens`, (tokens,), at its places."""
         positions, ends, slots = places
         split = BATCH_LISTS + DRAW_LISTS
-        plan = moved(last[split:], positions, ends)
+        plan = parts_at(last[split:], positions, ends)
         return RaggedBatch(self.last, [tokens, positions, slots, *last[BATCH_LISTS - 1 : split], *plan])
 
 

@@ -13,7 +13,7 @@ from actors.attention.sdpa_gather import KEY_BLOCK, QUERIES, Padding, SdpaGather
 from actors.attention.select_backend import AttentionShape
 
 VECTOR = 16  # keys that vector units sum in parallel
-SPLIT_STEP = 32  # step of numbers of keys that are unlike; each has its own calls
+SPLIT_STEP = 32  # step of the key counts that round differently, each of which needs its own calls
 HEADS = 4
 # Query counts around those at which torch changes its block size, and counts that leave a remainder.
 TRIED_QUERIES = (4, 12, 28, 32, 36, 64, 100, 196, 300, 312, 772)

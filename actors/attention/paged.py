@@ -64,7 +64,7 @@ def step_tensors(parts: Sequence[Tensor], sizes: StepSizes) -> StepTensors:
     )
 
 
-def moved(parts: Sequence[Tensor], positions: Tensor, ends: Tensor) -> list[Tensor]:
+def parts_at(parts: Sequence[Tensor], positions: Tensor, ends: Tensor) -> list[Tensor]:
     """Returns the parts of `step_integers` for the same rows of one token, at other positions, (tokens,).
 
     `ends` are the positions + 1, and 0 for padding. The block table must reach the positions.

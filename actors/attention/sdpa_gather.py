@@ -1,7 +1,7 @@
 """Attention over gathered keys and values by torch's scaled dot product attention; works on every device.
 
-Rows of similar length form a group, and a layer attends group by group. Even adjacent pages are copied: on a CPU, the
-kernel reads a copy up to twice as fast, since it has just been written.
+Rows of similar length form a group, and a layer attends group by group. It copies their pages even if these are
+adjacent: on a CPU, the kernel reads a fresh copy up to twice as fast.
 
 torch's kernel rounds by the number of queries and keys in a call, and by the keys' places in it. With a `Padding`, a
 query has the same result in every group: its position determines the number of keys, except among sizes that round

@@ -57,7 +57,7 @@ class Shard:
     """One rank's columns of a matrix; the ranks' parts are consecutive and equal, but the last may be smaller."""
 
     group: Group
-    columns: int  # of all ranks
+    columns: int  # total over all ranks
 
     @property
     def width(self) -> int:

@@ -136,7 +136,7 @@ class EightBitProjection:
         return together.mul_(largest)
 
 
-def rounded_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rounds rows to float8_e4m3fn; returns them and their scales, float32 of shape (..., 1)."""
     largest = x.abs().amax(dim=-1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny)
     scales = largest / torch.finfo(torch.float8_e4m3fn).max
@@ -152,7 +152,7 @@ class FloatEightProjection:
     fastest_rows = 1
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, scales = rounded_to_float8(weight.detach())
+        self._weight, scales = round_to_float8(weight.detach())
         self._scales = scales.t()
         self._bias = None if bias is None else bias.detach()
 
@@ -162,7 +162,7 @@ class FloatEightProjection:
         return all(size % 16 == 0 for size in weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, scales = rounded_to_float8(x.reshape(-1, x.shape[-1]))
+        rows, scales = round_to_float8(x.reshape(-1, x.shape[-1]))
         by_row = F.ScalingType.RowWise
         y = F.scaled_mm(rows, self._weight.t(), scales, by_row, self._scales, by_row, output_dtype=torch.bfloat16)
         y = y.view(*x.shape[:-1], -1)
@@ -172,7 +172,7 @@ class FloatEightProjection:
         return self(x).add_(other)
 
 
-GROUP = 64  # inputs with a common scale and zero point
+GROUP = 64  # inputs that share a scale and a zero point
 INNER_TILES = 8  # tiles of 16 inputs that a thread reads at once
 
 

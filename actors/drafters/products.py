@@ -7,8 +7,8 @@ import torch
 from actors.compute.linear import EightBitProjection, Product, can_round, float_eight, four_bit, projection
 from cluster.errors import ModelError
 
-FP8_CAPABILITY = (8, 9)  # such as L4
-INT4_CAPABILITY = (8, 0)  # such as A100
+FP8_CAPABILITY = (8, 9)  # minimum compute capability: L4 and later GPUs
+INT4_CAPABILITY = (8, 0)  # A100 and later
 
 
 class Products(NamedTuple):

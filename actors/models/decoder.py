@@ -362,7 +362,7 @@ class LlamaDecoder:
     Takes over the model's weights layer by layer, so that no more than one layer is held twice. The model's own linear
     layers cannot be used afterwards. Positions are below `context`, by default the model's own maximum, or up to
     SPARE_POSITIONS more while costs are measured. `compile_function` fuses the operations between products, by default
-    on GPUs with torch's compiler; on a CPU, no operation is worth it.
+    on GPUs with torch's compiler; a CPU gains nothing.
     """
 
     def __init__(

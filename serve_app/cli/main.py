@@ -295,7 +295,7 @@ def _served(config: SlipstreamConfig) -> str:
     return f"model{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
-# Variables of `slipstream demo` that are not set; with invariant numerics, answers are equal in bfloat16.
+# Default variables of `slipstream demo`: with invariant numerics, its answers are equal in bfloat16.
 SHOWN_DEFAULTS = MappingProxyType({f"{ENVIRONMENT_PREFIX}MODEL__NUMERICS": "invariant"})
 
 

@@ -57,7 +57,7 @@ async def answers(served: Served, prompts: list[str], at_once: int, tokens: int,
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
-def drafted(shape: str) -> dict[str, object]:
+def with_blocks(shape: str) -> dict[str, object]:
     return {"extra_body": {"speculation": {"draft_tokens": SHAPES[shape]}, "ignore_eos": True}}
 
 
@@ -94,13 +94,13 @@ async def test_bytes_depend_on_nothing_else_in_the_step(served: Served, sampling
     """Later answers also find their prompts in the prefix cache."""
     options = SAMPLING[sampling]
     before = await asyncio.to_thread(verified, served)
-    alone = await answers(served, PROMPTS, 1, MAX_TOKENS, **drafted("plain"), **options)
+    alone = await answers(served, PROMPTS, 1, MAX_TOKENS, **with_blocks("plain"), **options)
     assert len(set(alone)) == len(alone)
     differing = {}
     for shape in SHAPES:
         for at_once in (1, 8, 16, 32):
             if (shape, at_once) != ("plain", 1):
-                again = await answers(served, PROMPTS, at_once, MAX_TOKENS, **drafted(shape), **options)
+                again = await answers(served, PROMPTS, at_once, MAX_TOKENS, **with_blocks(shape), **options)
                 differing[shape, at_once] = count_differing(again, alone)
     print(f"\n{sampling}: " + ", ".join(f"{shape} at {at} {count}" for (shape, at), count in differing.items()))
     assert not any(differing.values())
@@ -114,10 +114,10 @@ async def test_bytes_depend_on_nothing_else_in_the_step(served: Served, sampling
 @pytest.mark.parametrize("sampling", SAMPLING)
 async def test_bytes_survive_preemption_chunks_and_a_lost_target(served: Served, sampling: str) -> None:
     options = SAMPLING[sampling]
-    alone = await answers(served, PROMPTS, 1, PRESSED_TOKENS, **drafted("plain"), **options)
+    alone = await answers(served, PROMPTS, 1, PRESSED_TOKENS, **with_blocks("plain"), **options)
     (target,) = await asyncio.to_thread(served.inspect, "Target")
     for shape in SHAPES:
-        again = await answers(served, PROMPTS, 16, PRESSED_TOKENS, **drafted(shape), **options)
+        again = await answers(served, PROMPTS, 16, PRESSED_TOKENS, **with_blocks(shape), **options)
         assert count_differing(again, alone) == 0, shape
     (later,) = await asyncio.to_thread(served.inspect, "Target")
     assert later["preempted"] > target["preempted"]
@@ -126,7 +126,9 @@ async def test_bytes_survive_preemption_chunks_and_a_lost_target(served: Served,
         await asyncio.sleep(2)  # into the answers
         os.kill(target["rank_pids"][0], signal.SIGKILL)
 
-    again, _ = await asyncio.gather(answers(served, PROMPTS, 16, PRESSED_TOKENS, **drafted("trees"), **options), kill())
+    again, _ = await asyncio.gather(
+        answers(served, PROMPTS, 16, PRESSED_TOKENS, **with_blocks("trees"), **options), kill()
+    )
     assert count_differing(again, alone) == 0
     (reborn,) = await asyncio.to_thread(served.inspect, "Target")
     assert reborn["pid"] != target["pid"]

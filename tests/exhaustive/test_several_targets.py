@@ -75,7 +75,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> SlipstreamConfig:
             "replicas": {"min": 1, "max": 4, "up_delay_s": 1, "down_delay_s": 10},
             "resources": {"num_cpus": 0.25, "threads": 1, "labels": {"pool": "draft"}},
         },
-        "server": {"port": checked_port("127.0.0.1", 0), "target_wait_s": 300},  # a target starts beside streams
+        "server": {"port": checked_port("127.0.0.1", 0), "target_wait_s": 300},  # a target restarts while others stream
     }
     path = tmp_path_factory.mktemp("several") / "several.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))

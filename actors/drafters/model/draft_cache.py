@@ -139,7 +139,7 @@ class DraftCache:
         self._allocator.truncate(branch.name, self._fed_len(branch, len(branch.tokens)))
 
     def _reserve(self, branch: CacheBranch, start: int, end: int, busy: set[str]) -> list[PageCopy] | None:
-        """Makes positions writable, and evicts sessions outside `busy` for their pages; None if the pool is full."""
+        """Reserves pages for these positions, evicting sessions outside `busy` if needed; None if the pool is full."""
         while (copies := self._allocator.reserve(branch.name, start, end)) is None:
             idle = next((session for session in self._branches if session not in busy), None)
             if idle is None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.attention import PaddedBackend
-from actors.attention.batch import never
 from actors.attention.padded import PaddedSdpa
-from actors.compute.kv_cache import InputRow
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.sampling import Calibration, DraftingLimits
 from actors.engine.runner import ModelRunner
 from actors.engine.static_step import Buckets, Capture, Recording
-from actors.models.decoder import ForwardOutput
 from cluster.drafting.requests import Proposal
-from cluster.page_allocator import PageCopy
 from protos.messages import Acceptance, Sampling, Shape, TokenRules
 from tests.unit.actors.attention.triton_interpreter import interpreted_paged
 from tests.unit.actors.captures import CountedCapture, Overwriting, StaticCapture
@@ -38,17 +35,9 @@ LONG = 12  # tokens of blocks that need more than one chain
 WARM = Sampling(temperature=0.6)
 
 
-class Forwards:
-    """Hides a runner's chains."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.vocabulary = runner.vocabulary
-        self._runner = runner
-
-    def forward(
-        self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
-    ) -> ForwardOutput:
-        return self._runner.forward(rows, copies, interrupted)
+def without_chains(runner: ModelRunner) -> Any:
+    """Offers only a runner's forwards."""
+    return SimpleNamespace(vocabulary=runner.vocabulary, forward=runner.forward)
 
 
 @torch.inference_mode()
@@ -80,7 +69,7 @@ class Twins:
     def __init__(self, capture: Capture, name: str = "llama", backend: PaddedBackend | None = None) -> None:
         model, twin = twins(MODELS[name], seed=3)
         self._chained = a_runner(model, backend or PaddedSdpa(), capture)
-        self._stepped = Forwards(a_runner(twin, backend or PaddedSdpa(), Overwriting()))
+        self._stepped = without_chains(a_runner(twin, backend or PaddedSdpa(), Overwriting()))
         self.restart()
 
     def restart(self, **options: Any) -> None:
@@ -223,7 +212,7 @@ def test_all_chains_can_be_captured_before_any_block():
 
 
 def test_blocks_without_pages_for_a_chain_grow_token_by_token():
-    """Of three pages, one stays for the second token on; it serves the first session, and then nothing is left."""
+    """Two of three pages hold the prompts. The first session to grow takes the last page, and none is left for the other."""
     counted = CountedCapture()
     pair = Twins(counted)
     pair.restart(pages=3)

@@ -1,6 +1,6 @@
 """A padded, captured step computes what the exact step computes, for all rows and whatever padding holds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -18,7 +18,7 @@ from actors.engine.static_step import Buckets, Capture, Recording
 from actors.models.decoder import LlamaDecoder
 from actors.sampling.draws import Draws
 from tests.unit.actors.attention.triton_interpreter import interpreted_paged
-from tests.unit.actors.captures import CountedCapture, Overwriting, StaticCapture
+from tests.unit.actors.captures import CountedCapture, Overwriting, StaticCapture, call_directly
 from tests.unit.actors.tiny_models import MODELS, VOCABULARY, twins
 from tests.unit.trees import grown
 
@@ -54,7 +54,7 @@ class Twins:
             twin,
             attention=backend or PaddedSdpa(),
             recording=Recording(BUCKETS, capture),
-            decoder=LlamaDecoder(twin, PlainProjection, compile_function=uncompiled) if is_fused else None,
+            decoder=LlamaDecoder(twin, PlainProjection, compile_function=call_directly) if is_fused else None,
         )
 
     def check(self, rows: Sequence[InputRow], draws: Draws) -> list[int]:
@@ -66,10 +66,6 @@ class Twins:
         assert expected.tokens is not None
         assert found.tokens.tolist() == expected.tokens.tolist()
         return found.tokens.tolist()
-
-
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
 
 
 @pytest.fixture(scope="module", params=PLAIN_MODELS)

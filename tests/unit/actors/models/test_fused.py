@@ -13,6 +13,7 @@ from actors.attention.sdpa_gather import SdpaGather
 from actors.compute.kv_cache import InputRow, LayerSize, PagedCache
 from actors.compute.linear import PlainProjection
 from actors.models.decoder import Decoder, LlamaDecoder
+from tests.unit.actors.captures import call_directly
 from tests.unit.actors.tiny_models import MODELS, SIZES, tokens_of, twins
 
 CPU = torch.device("cpu")
@@ -41,10 +42,6 @@ def logits(decoder: Decoder, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.cat(parts)
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
@@ -55,7 +52,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.parametrize("name", LLAMA_KIND)
 def test_fused_operations_give_the_same_logits(name):
     model, twin = twins(MODELS[name], seed=5)
-    found = logits(LlamaDecoder(model, PlainProjection, compile_function=uncompiled))
+    found = logits(LlamaDecoder(model, PlainProjection, compile_function=call_directly))
     torch.testing.assert_close(found, logits(LlamaDecoder(twin)), atol=1e-4, rtol=1e-4)
 
 
@@ -64,7 +61,7 @@ def test_in_bfloat16_fused_operations_only_round(name):
     model, twin = twins(MODELS[name], seed=5)
     exact = logits(LlamaDecoder(model))
     rounded, again = (twin.to(torch.bfloat16), twins(MODELS[name], seed=5)[1].to(torch.bfloat16))
-    fused = logits(LlamaDecoder(rounded, PlainProjection, compile_function=uncompiled), torch.bfloat16).float()
+    fused = logits(LlamaDecoder(rounded, PlainProjection, compile_function=call_directly), torch.bfloat16).float()
     single = logits(LlamaDecoder(again, PlainProjection), torch.bfloat16).float()
     assert (fused - exact).norm() < 1.2 * (single - exact).norm()
 
