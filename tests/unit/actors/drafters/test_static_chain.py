@@ -212,7 +212,7 @@ def test_all_chains_can_be_captured_before_any_block():
 
 
 def test_blocks_without_pages_for_a_chain_grow_token_by_token():
-    """Two of three pages hold the prompts. The first session to grow takes the last page, and none is left for the other."""
+    """Two of three pages hold the prompts; the first session to grow takes the last one."""
     counted = CountedCapture()
     pair = Twins(counted)
     pair.restart(pages=3)
