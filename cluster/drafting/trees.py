@@ -78,7 +78,7 @@ def continuations(block: Sequence[int], accepted: float, after: Choices) -> list
 
 
 CHILD_CHANCE = 0.5  # approximate probability of the token after a likely token
-MAX_BRANCHES = 3  # maximum number of branches started at once
+MAX_BRANCHES = 3  # maximum number of branches started before the main path is complete
 MAX_SIBLINGS = 4  # choices per position; the fourth is the target's token at only 2 % of positions
 
 TokenPath = tuple[int, ...]
@@ -178,14 +178,16 @@ def threshold_of(paths: Sequence[tuple[TokenPath, float]], most: int) -> float:
 
 
 def worth_branching(
-    paths: Sequence[tuple[TokenPath, float]], main_path: TokenPath, least: float
+    paths: Sequence[tuple[TokenPath, float]], main_path: TokenPath, least: float, most: int = MAX_BRANCHES
 ) -> list[tuple[TokenPath, float]]:
-    """Returns the paths that leave the main path at their last token and may have children of probability `least`."""
+    """Returns up to `most` paths that leave the main path at their last token and may have children of probability
+    `least`.
+    """
     return [
         (path, chance)
         for path, chance in paths
         if chance * CHILD_CHANCE > least and path[:-1] == main_path[: len(path) - 1] and path != main_path[: len(path)]
-    ][:MAX_BRANCHES]
+    ][:most]
 
 
 def merged(one: Proposal, other: Proposal, most: int, least_chance: float) -> Proposal:

@@ -4,8 +4,8 @@ While the target verifies a block, the model drafts for its likely outcomes, ran
 (`cluster/drafting/lookahead.py`). A recurrent head (`HeadDrafting`) predicts further tokens between forwards or instead
 of them, from the states of the latest forward over a block.
 
-On a GPU, one captured chain (`actors/engine/static_chain.py`) drafts the requested blocks of a pass and chooses their
-tokens on the device, if all of them qualify (`DraftSampler.can_chain`).
+On a GPU, captured chains (`actors/engine/static_chain.py`) draft the requested blocks of a pass and choose their tokens
+on the device, if all of them qualify (`DraftSampler.can_chain`): first the blocks, then the side branches of trees.
 
 The weights can be exchanged while sessions are open. Only `DraftWeights` and the caches depend on them. An exchange
 drops the caches, and later passes refill them.
@@ -47,7 +47,7 @@ from cluster.drafting.lookahead import (
 )
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText
-from cluster.drafting.trees import Choices, threshold_of, worth_branching
+from cluster.drafting.trees import MAX_BRANCHES, Choices, threshold_of, worth_branching
 from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
@@ -324,16 +324,12 @@ class DraftModel:
         if self._head is not None:
             self._head.begin(drafts)
         active = [draft for draft in drafts if not draft.drafted]
-        branches: list[CachedDraft] = []
-        if self._chain is not None and len(active) <= self._chain.max_rows and self._sampler.can_chain(active):
-            while active:
-                active = self._extend_by_chains(self._chain, active)
-        while active:
-            advanced = self.extend([*active, *branches], never)
-            active = [draft for draft in advanced if not draft.stem and not draft.is_complete]
-            branches = [draft for draft in advanced if draft.stem and not draft.is_complete]
-            if self._head is None:
-                branches += [branch for draft in active for branch in self._branch_off(draft)]
+        if self._chain is not None and self._sampler.can_chain(active):
+            self._complete_by_chains(self._chain, active)
+            branches = [branch for draft in active for branch in self._branch_off(draft, most=draft.max_tokens)]
+            self._complete_by_chains(self._chain, branches)
+        else:
+            self._complete_by_forwards(active)
         if self._head is not None:
             self._head.extend_with_guesses(
                 [branch for draft in drafts for branch in self._branch_off(draft)], MAX_BRANCH_TOKENS, never
@@ -372,8 +368,8 @@ class DraftModel:
             pending=tokens[len(branch.tokens) :],
         )
 
-    def _branch_off(self, block: CachedDraft) -> list[CachedDraft]:
-        """Starts side branches with alternatives to the block's tokens.
+    def _branch_off(self, block: CachedDraft, most: int = MAX_BRANCHES) -> list[CachedDraft]:
+        """Starts up to `most` side branches with alternatives to the block's tokens.
 
         With a head, side branches need no forward; otherwise, the block's next forward includes them.
         """
@@ -384,7 +380,7 @@ class DraftModel:
         least = max(block.least_chance, threshold_of(paths, block.max_tokens))
         branches = [
             self._new_branch(block, stem, chance)
-            for stem, chance in worth_branching(paths, block.tokens, least)
+            for stem, chance in worth_branching(paths, block.tokens, least, most)
             if stem not in stems and len(stem) < block.max_tokens
         ]
         block.branches += branches
@@ -476,6 +472,23 @@ class DraftModel:
 
     def extend(self, drafts: Sequence[CachedDraft], interrupted: Callable[[], bool]) -> list[CachedDraft]:
         return self._add_tokens(self._forwards.read(drafts, self._busy, interrupted), interrupted)
+
+    def _complete_by_forwards(self, active: Sequence[CachedDraft]) -> None:
+        """Adds one token per forward to all blocks and their side branches."""
+        branches: list[CachedDraft] = []
+        while active:
+            advanced = self.extend([*active, *branches], never)
+            active = [draft for draft in advanced if not draft.stem and not draft.is_complete]
+            branches = [draft for draft in advanced if draft.stem and not draft.is_complete]
+            if self._head is None:
+                branches += [branch for draft in active for branch in self._branch_off(draft)]
+
+    def _complete_by_chains(self, chain: StaticChain, drafts: Sequence[CachedDraft]) -> None:
+        """Adds several tokens per chain to blocks, or to side branches."""
+        for first in range(0, len(drafts), chain.max_rows):
+            active = list(drafts[first : first + chain.max_rows])
+            while active:
+                active = self._extend_by_chains(chain, active)
 
     def _extend_by_chains(self, chain: StaticChain, drafts: Sequence[CachedDraft]) -> list[CachedDraft]:
         """Extends blocks by up to MAX_TOKENS tokens each, or by one if the pool is full; returns incomplete blocks.

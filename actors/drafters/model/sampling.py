@@ -345,12 +345,11 @@ class DraftSampler:
     def can_chain(self, drafts: Sequence[BlockDraft]) -> bool:
         """Returns True if `choose` can choose all tokens of these blocks.
 
-        Trees and logits processors depend on earlier choices on the host. Filters restrict the candidates, and
-        rejection sampling draws from them.
+        Logits processors depend on earlier choices on the host. Filters restrict the candidates, and rejection
+        sampling draws from them.
         """
         return all(
-            not draft.takes_trees
-            and not draft.sends_probs
+            not draft.sends_probs
             and (draft.text.open.sampling.greedy or not draft.text.open.sampling.is_filtered)
             and self._processors.of(draft.text) is None
             for draft in drafts

@@ -113,7 +113,8 @@ def a_want(rng: Random, name: str, **changes: Any) -> WantedBlock:
 
 def after(rng: Random, want: WantedBlock, block: Proposal) -> WantedBlock:
     """Returns the session after a verdict that accepts some of the block."""
-    accepted = block.tokens[: rng.randint(0, len(block.tokens))]
+    main_path = block.tree.main_path
+    accepted = main_path[: rng.randint(0, len(main_path))]
     return want.after(*accepted, rng.randrange(VOCABULARY))
 
 
@@ -143,6 +144,43 @@ def test_chains_draft_the_blocks_of_separate_forwards(pair, seed):
         if rng.random() < 0.5:  # lookahead continues from the caches that the blocks have left
             pair.propose([want.under(block.tree, max_tokens=3) for want, block in zip(asked, blocks, strict=True)])
         wants |= {name: pair.decide(rng, want, block) for name, want, block in zip(names, asked, blocks, strict=True)}
+    pair.close(sorted(wants))
+
+
+class Constant(Calibration):
+    """Keeps its weights."""
+
+    def committed(self, session: str, tokens: Sequence[int]) -> None:
+        pass
+
+
+def chances_of(block: Proposal) -> dict[tuple[int, ...], float]:
+    """Returns the probability of each node, by its path."""
+    paths = [tuple(block.tree.tokens[node] for node in path) for path in block.tree.paths]
+    return dict(zip(paths, block.chances, strict=True))
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_chains_draft_the_trees_of_separate_forwards(pair, seed):
+    """Side branches begin when the main path is known, so trees may differ in branches that are hardly worth a pass."""
+    rng = Random(seed)
+    pair.restart(calibration=Constant())  # the models would learn from different side branches
+    wants = {name: replace(a_want(rng, name), shape=Shape.TREE) for name in "abcde"[: rng.randint(1, SESSIONS)]}
+    for _ in range(3):
+        least = rng.choice([0.0, 0.02])
+        wants = {
+            name: replace(want, max_tokens=rng.randint(1, LONG), least_chance=least) for name, want in wants.items()
+        }
+        found, expected = (propose(draft, list(wants.values())) for draft in (pair.chained, pair.stepped))
+        for one, other in zip(found, expected, strict=True):
+            both = min(len(one.tree.main_path), len(other.tree.main_path))
+            assert one.tree.main_path[:both] == other.tree.main_path[:both]
+            chances, others = chances_of(one), chances_of(other)
+            common = chances.keys() & others.keys()
+            assert [chances[path] for path in common] == pytest.approx([others[path] for path in common], rel=1e-5)
+            assert sum(chances.values()) > 0.95 * sum(others.values())
+        wants = {name: pair.decide(rng, wants[name], block) for name, block in zip(wants, found, strict=True)}
     pair.close(sorted(wants))
 
 
@@ -176,6 +214,7 @@ def test_no_operation_of_a_chain_depends_on_values():
     rng = Random(4)
     for sessions, tokens in (("a", 1), ("bcd", 5), ("efghi", 3), ("b", LONG)):
         pair.propose([replace(a_want(rng, name), max_tokens=tokens) for name in sessions])
+    propose(pair.chained, [replace(a_want(rng, name), max_tokens=6, shape=Shape.TREE) for name in "abc"])
 
 
 # ---------------------------------------------------------------- forwards
@@ -192,6 +231,19 @@ def test_a_block_is_one_captured_step_and_one_chain(tokens, repeats):
     captures = counted.captures
     pair.propose([want.after(4, 5) for want in wants])
     assert (counted.captures, counted.repeats) == (captures, 2 * repeats), "equal shapes are captured once"
+
+
+def test_a_tree_takes_a_step_and_a_chain_more():
+    """The second step reads the first tokens of all side branches."""
+    counted = CountedCapture()
+    draft = Twins(counted).chained
+    wants = [
+        wanted_block((at, 2, 3), 8, f"session {at}", draft_tokens=8, max_len=CONTEXT, shape=Shape.TREE)
+        for at in range(5)
+    ]
+    blocks = propose(draft, wants)
+    assert any(path[:-1] != block.tree.main_path[: len(path) - 1] for block in blocks for path in chances_of(block))
+    assert counted.repeats == 4
 
 
 def test_all_chains_can_be_captured_before_any_block():
@@ -239,7 +291,6 @@ def with_rules(want: WantedBlock, rng: Random) -> WantedBlock:
 
 
 OTHERS: dict[str, Callable[[WantedBlock, Random], WantedBlock]] = {
-    "tree": lambda want, _: replace(want, shape=Shape.TREE),
     "top-k": lambda want, _: replace(want, open=replace(want.open, sampling=replace(WARM, top_k=5))),
     "top-p": lambda want, _: replace(want, open=replace(want.open, sampling=replace(WARM, top_p=0.8))),
     "min-p": lambda want, _: replace(want, open=replace(want.open, sampling=replace(WARM, min_p=0.1))),
