@@ -64,8 +64,8 @@ test-gpu: setup
 test-triton: setup .triton/.complete
 	@test -d .triton/triton || { echo 'skipped: triton is not to be had here'; exit 0; } \
 		&& PYTHONPATH=.triton TRITON_INTERPRET=1 $(BIN)/pytest tests/unit/actors/attention \
-			tests/unit/actors/engine/test_static_step.py tests/unit/actors/drafters/test_static_chain.py \
-			-rs --numprocesses 2 --dist worksteal \
+			tests/unit/actors/engine/test_static_step.py tests/unit/actors/engine/test_invariance.py \
+			tests/unit/actors/drafters/test_static_chain.py -rs --numprocesses 2 --dist worksteal \
 		&& PYTHONPATH=.triton $(BIN)/python -m tests.unit.actors.attention.compile_kernels
 
 # Triton takes 1 GB. This version comes with torch's CUDA build.

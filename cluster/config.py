@@ -91,7 +91,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="data type of target and draft")
     numerics: Literal["fast", "invariant"] = Field(
         "fast",
-        description="invariant: a text's logits are the same bits at any load, draft length and chunking; on CPUs",
+        description="invariant: a text's logits are the same bits at any load, draft length and chunking",
     )
     max_context: Positive = Field(2048, description="maximum tokens of prompt and answer")
 

@@ -1,16 +1,22 @@
-"""Finds paddings for which attention gives a query the same bits in every step, by trials on this processor.
+"""Creates attention that gives a query the same bits in every step.
 
-The sizes of a call alone determine how torch's CPU kernel rounds, so two sizes that agree in all elements of a large
-random trial use the same order of summation. An EPYC with AVX-512 BF16, for instance, sums 193 to 383 keys in two
-halves, but starts with 192 keys if there are more. Queries that see that many keys have calls of their own.
+The kernel for GPUs has fixed blocks, but sums the keys of a tree in the order of its nodes, so it serves chains only.
+
+On a CPU, trials on this processor find the paddings. The sizes of a call alone determine how torch's kernel rounds, so
+two sizes that agree in all elements of a large random trial use the same order of summation. An EPYC with AVX-512 BF16,
+for instance, sums 193 to 383 keys in two halves, but starts with 192 keys if there are more. Queries that see that many
+keys have calls of their own.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.attention import AttentionBackend
+from actors.attention.paged import paged_for
 from actors.attention.sdpa_gather import KEY_BLOCK, QUERIES, Padding, SdpaGather
-from actors.attention.select_backend import AttentionShape
+from actors.attention.select_backend import BACKEND_ERRORS, AttentionReport, AttentionShape, Trial
+from cluster.errors import ModelError
 
 VECTOR = 16  # keys that vector units sum in parallel
 SPLIT_STEP = 32  # step of the key counts that round differently, each of which needs its own calls
@@ -21,8 +27,23 @@ HIDDEN_KEYS = (8, 100)  # padding keys of a trial
 
 
 @torch.inference_mode()
+def invariant_backend(shape: AttentionShape, device: torch.device) -> tuple[AttentionBackend, AttentionReport]:
+    """Returns the backend of a device. Raises ModelError on a GPU whose kernel cannot be used."""
+    if device.type == "cpu":
+        return invariant_attention(shape), AttentionReport(SdpaGather.name)
+    try:
+        if not (shape.plain or shape.capped):
+            raise ValueError("the kernel does not support the model's attention scores")
+        backend = paged_for(device)
+        Trial(shape, device).build(backend, trees=False)
+    except BACKEND_ERRORS as error:
+        raise ModelError(f"model.numerics is invariant, which is impossible here: {error}; set it to fast") from error
+    return backend, AttentionReport(backend.name, takes_trees=False)
+
+
+@torch.inference_mode()
 def invariant_attention(shape: AttentionShape) -> SdpaGather:
-    """Returns attention on CPUs with the smallest paddings that passed the trials of this shape."""
+    """Returns attention on a CPU with the smallest paddings that passed the trials of this shape."""
     trial = _Trial(shape)
     alike = {KEY_BLOCK, *(size for size in range(VECTOR, KEY_BLOCK, VECTOR) if trial.is_alike(size, KEY_BLOCK))}
     others = {size for size in set(range(SPLIT_STEP, KEY_BLOCK, SPLIT_STEP)) - alike if trial.is_alike(size, size)}

@@ -82,23 +82,29 @@ class PackedProjection:
 
 
 class TiledProjection:
-    """Multiplies at most `tile` rows at a time."""
+    """Multiplies at most `tile` rows at a time; with `pads`, always `tile` rows, of which the last may be zeros."""
 
-    def __init__(self, whole: Projection, tile: int) -> None:
-        self.fastest_rows = whole.fastest_rows
+    def __init__(self, whole: Projection, tile: int, pads: bool = False) -> None:
+        self.fastest_rows = tile if pads else whole.fastest_rows
         self._whole = whole
         self._tile = tile
+        self._pads = pads
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[-2] <= self._tile:
-            return self._whole(x)
-        return torch.cat([self._whole(tile) for tile in torch.split(x, self._tile, -2)], -2)
+        return self._by_tiles(self._whole, x)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        if x.shape[-2] <= self._tile:
-            return self._whole.plus(x, other)
-        tiles = zip(torch.split(x, self._tile, -2), torch.split(other, self._tile, -2), strict=True)
-        return torch.cat([self._whole.plus(*tile) for tile in tiles], -2)
+        return self._by_tiles(self._whole.plus, x, other)
+
+    def _by_tiles(self, product: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        rows = inputs[0].shape[-2]
+        if rows <= self._tile and not self._pads:
+            return product(*inputs)
+        if self._pads and rows % self._tile:
+            inputs = tuple(F.pad(part, (0, 0, 0, -rows % self._tile)) for part in inputs)
+        tiles = zip(*(torch.split(part, self._tile, -2) for part in inputs), strict=True)
+        results = [product(*tile) for tile in tiles]
+        return (results[0] if len(results) == 1 else torch.cat(results, -2)).narrow(-2, 0, rows)
 
 
 class EightBitProjection:
@@ -268,11 +274,14 @@ TILES = (4, 8, 16, 32, 64, 256)  # rows
 TRIED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 20, 24, 31, 32, 33, 40, 63, 64, 65, 80, 128, 200, 255, 256)
 
 
+GPU_TILE = 128  # rows; up to about 200, an H100 takes the time of reading the weights
+
+
 class InvariantProducts:
     """Creates products that give a row the same bits whatever other rows there are.
 
-    Finds the largest tile within which this processor multiplies rows alike by trials. How a product rounds depends on
-    its shape alone, so weights of one shape share a trial.
+    How a product rounds depends on its shape alone. On a GPU, all products have GPU_TILE rows. On a CPU, trials find
+    the largest tile within which this processor multiplies rows alike; weights of one shape share a trial.
     """
 
     def __init__(self, product: Product = projection) -> None:
@@ -281,6 +290,8 @@ class InvariantProducts:
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Projection:
         whole = self._product(weight, bias)
+        if weight.device.type != "cpu":
+            return TiledProjection(whole, GPU_TILE, pads=True)
         shape = weight.shape, weight.dtype, bias is not None
         if shape not in self._tiles:
             self._tiles[shape] = _invariant_tile(whole, weight)

@@ -80,11 +80,14 @@ class Buckets:
     pages: int  # of a page table
 
     @classmethod
-    def for_sessions(cls, sessions: int, context: int, page_size: int) -> "Buckets":
-        """Covers steps of up to `sessions` rows, each with a block after up to `context` tokens."""
+    def for_sessions(cls, sessions: int, context: int, page_size: int, tile: int = 1) -> "Buckets":
+        """Covers steps of up to `sessions` rows, each with a block after up to `context` tokens.
+
+        All numbers of tokens are multiples of `tile`.
+        """
         most = min(sessions * ROW_TOKENS, TOKENS[-1])
-        sizes = TOKENS[: bisect_left(TOKENS, most) + 1]
-        return cls(sizes, sessions, -(-context // page_size))
+        sizes = {-(-size // tile) * tile for size in TOKENS[: bisect_left(TOKENS, most) + 1]}
+        return cls(tuple(sorted(sizes)), sessions, -(-context // page_size))
 
     def shape(self, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
         """Returns the smallest shape that holds these rows; None if none does, as for long prompts."""

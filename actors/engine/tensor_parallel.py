@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import PreTrainedModel
 
 from actors.attention import AttentionBackend
-from actors.attention.invariant import invariant_attention
+from actors.attention.invariant import invariant_backend
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import (
     AttentionReport,
@@ -37,7 +37,7 @@ from actors.attention.select_backend import (
 from actors.compute.collectives import Group, SingleRank, join
 from actors.compute.hidden_states import CaptureSpec, StateCapture, StateProjection
 from actors.compute.kv_cache import InputRow
-from actors.compute.linear import InvariantProducts, projection
+from actors.compute.linear import GPU_TILE, InvariantProducts, projection
 from actors.engine.executor import StepExecutor, within
 from actors.engine.forward_codec import decode_forward, encode_forward
 from actors.engine.invariance import InvarianceCheck
@@ -114,6 +114,11 @@ class RankSpec:
     logit_rows: int  # maximum rows of logits per step
     capture: CaptureSpec | None = None  # hidden states to capture on the leader
     invariant: bool = False  # model.numerics
+
+    @property
+    def tile(self) -> int:
+        """The number of tokens in a captured step is a multiple of this."""
+        return GPU_TILE if self.invariant else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,15 +227,15 @@ class Rank:
             spec.context,
             device,
             spec.resources.gpu_share,
-            Reserve.of_steps(spec.logit_rows, columns, device, captures_graphs=True),
+            Reserve.of_steps(max(spec.logit_rows, spec.tile), columns, device, captures_graphs=True),
         )
         return RankReport(os.getpid(), pages, loaded.report, attention)
 
     def _create_attention(self, shape: AttentionShape) -> AttentionReport:
         """Creates the attention backend that the leader chooses, since ranks must compute the same results."""
-        if self._spec.invariant and self._device.type == "cpu":
-            self._attention = invariant_attention(shape)
-            return AttentionReport(SdpaGather.name)
+        if self._spec.invariant:
+            self._attention, report = invariant_backend(shape, self._device)
+            return report
         if self._index == 0:
             self._attention, report = choose_attention(shape, self._device, captures=True)
             return from_leader(report) if self._group.size > 1 else report
@@ -246,7 +251,7 @@ class Rank:
         page_size = spec.cache.page_size
         product = InvariantProducts() if spec.invariant else projection
         decoder = decoder_for(self._model.eval(), product, spec.context)
-        buckets = Buckets.for_sessions(spec.sessions, spec.context, page_size)
+        buckets = Buckets.for_sessions(spec.sessions, spec.context, page_size, spec.tile)
         self._runner = ModelRunner(
             self._model,
             pages,

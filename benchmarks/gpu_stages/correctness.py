@@ -1,4 +1,6 @@
-"""Stage B: captured steps equal eager ones, attention equals `SdpaGather`, and decisions equal those of the CPU."""
+"""Stage B: captured steps equal eager ones, attention equals `SdpaGather`, decisions equal those of the CPU, and a row
+does not depend on its step with invariant numerics.
+"""
 
 import math
 import random
@@ -10,15 +12,19 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.attention import AttentionPlan, PaddedBackend, StepShape
+from actors.attention.invariant import invariant_backend
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import TOLERANCE, AttentionShape, Trial, attention_shape, choose_attention
 from actors.compute.kv_cache import InputRow, PagedCache
+from actors.compute.linear import GPU_TILE, InvariantProducts
+from actors.engine.invariance import InvarianceCheck
 from actors.engine.runner import ModelRunner
-from actors.engine.static_step import Buckets, Capture, Recording
+from actors.engine.static_step import Buckets, Capture, Recording, recording_on
 from actors.models.decoder import decoder_for
 from actors.sampling.acceptance import DrawAddress, PendingBlock, decide
 from actors.sampling.draws import Draws
 from actors.sampling.logits_processors import chain_of
+from cluster.errors import ModelError
 from gpu_stages.results import OUT_OF_TIME, Emit, Result, Setting, Unmeasured
 from gpu_stages.steps import NOT_PADDED, PAGE_SIZE, capturable, capture_on
 from protos.draft_tree import DraftTree, SparseProbs
@@ -99,6 +105,15 @@ class DecisionCheck(Result):
     passed: bool
 
 
+@dataclass(frozen=True)
+class InvariantResult(Result):
+    """The check at load of `model.numerics: invariant`; `fault` is empty if a row does not depend on its step."""
+
+    dtype: str
+    fault: str
+    passed: bool
+
+
 def run(setting: Setting, emit: Emit) -> None:
     """Makes all checks, then raises RuntimeError if one failed."""
     sizes = TINY if setting.is_tiny else FULL
@@ -113,12 +128,15 @@ def run(setting: Setting, emit: Emit) -> None:
         check_attention(shape, setting.device, noted)
     for dtype in (torch.float32, torch.bfloat16) if setting.device.type == "cuda" else (torch.float32,):
         check_buckets(sizes, dtype, setting, noted)
+        noted(check_invariance(sizes, dtype, setting.device))
     if any(not passed for passed in verdicts(checks)):
         raise RuntimeError(f"only {summary(checks)}; the results name the others")
 
 
 def verdicts(results: Sequence[Result]) -> list[bool]:
-    return [one.passed for one in results if isinstance(one, BucketCheck | PaddedCheck | DecisionCheck)]
+    return [
+        one.passed for one in results if isinstance(one, BucketCheck | PaddedCheck | DecisionCheck | InvariantResult)
+    ]
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -143,16 +161,20 @@ def check_buckets(sizes: Sizes, dtype: torch.dtype, setting: Setting, emit: Emit
             emit(pair.check(tokens, samples))
 
 
+def a_model(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=2 * sizes.hidden,
+        num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, initializer_range=0.1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(device, dtype).eval()
+
+
 class CapturedPair:
     """An eager and a capturing runner of one model, with caches of equal contents."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device, capture: Capture) -> None:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=2 * sizes.hidden,
-            num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, initializer_range=0.1,
-        )  # fmt: skip
-        model = LlamaForCausalLM(config).to(device, dtype).eval()
+        model = a_model(sizes, dtype, device)
         self._shape = attention_shape(model, PAGE_SIZE)
         attention, _ = choose_attention(self._shape, device, captures=True)
         padded = capturable(attention, device)
@@ -278,6 +300,25 @@ class CapturedPair:
 
 def _slots(row: InputRow, at: range) -> list[int]:
     return [row.pages[slot // PAGE_SIZE] * PAGE_SIZE + slot % PAGE_SIZE for slot in at]
+
+
+@torch.inference_mode()
+def check_invariance(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Result:
+    """Checks a runner as a target with invariant numerics does."""
+    model = a_model(sizes, dtype, device)
+    name = str(dtype).removeprefix("torch.")
+    try:
+        backend, report = invariant_backend(attention_shape(model, PAGE_SIZE), device)
+    except ModelError as error:
+        return Unmeasured(f"invariant numerics in {name}", str(error))
+    decoder = decoder_for(model, InvariantProducts())
+    pages, context = sizes.sessions * sizes.pages_each, sizes.pages_each * PAGE_SIZE
+    recording = recording_on(
+        device, backend, decoder, Buckets.for_sessions(sizes.sessions, context, PAGE_SIZE, GPU_TILE)
+    )
+    runner = ModelRunner(model, pages, PAGE_SIZE, backend, decoder, is_checked=True, recording=recording)
+    fault = InvarianceCheck(runner, PAGE_SIZE, pages, context, report.takes_trees).fault()
+    return InvariantResult(name, fault, not fault)
 
 
 # ---------------------------------------------------------------- attention

@@ -17,6 +17,7 @@ stages = SimpleNamespace(
     **{name: module(f"gpu_stages.{name}") for name in ("correctness", "draft", "facts", "host", "results", "target")}
 )
 gpu_all = module("gpu_all")
+CHECKS = ("BucketCheck", "PaddedCheck", "DecisionCheck", "InvariantResult")
 
 
 def results_of(run: Callable[..., None], **setting: Any) -> dict[str, list[Any]]:
@@ -40,7 +41,7 @@ def test_captured_steps_equal_eager_ones_in_every_bucket():
         (tokens, samples) for tokens in (1, 2, 4, 8, 16, 24, 32, 40) for samples in (False, True)
     ]
     assert all(check.steps for check in checks), "every bucket has steps"
-    assert all(check.passed for kind in ("BucketCheck", "PaddedCheck", "DecisionCheck") for check in found[kind])
+    assert all(check.passed for kind in CHECKS for check in found[kind])
     assert [check.trees for check in found["PaddedCheck"]] == [False, True]
     assert found["DecisionCheck"][0].blocks == 84
 
@@ -48,7 +49,7 @@ def test_captured_steps_equal_eager_ones_in_every_bucket():
 def test_a_wrong_captured_step_fails_the_stage(monkeypatch):
     correctness = stages.correctness
     monkeypatch.setattr(correctness, "capture_on", lambda device: break_capture)
-    with pytest.raises(RuntimeError, match="only 3 of 19 checks passed"):
+    with pytest.raises(RuntimeError, match="only 4 of 20 checks passed"):
         results_of(correctness.run)
 
 

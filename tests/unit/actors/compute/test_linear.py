@@ -15,6 +15,7 @@ from actors.compute.linear import (
     PackedLinear,
     PackedProjection,
     PlainProjection,
+    TiledProjection,
     can_pack,
     can_round,
     float_eight,
@@ -201,6 +202,33 @@ def test_invariant_products_stay_below_the_number_of_rows_that_changes_a_row():
     assert torch.equal(tiled(x), alone)
     assert torch.equal(tiled.plus(x, other), alone + other)
     assert 4 < made[-1].most <= _SplitProjection.limit
+
+
+class _CountedProjection(PlainProjection):
+    """Records the number of rows of each product."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight, None)
+        self.rows: set[int] = set()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows.add(len(x))
+        return super().__call__(x)
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        assert len(other) == len(x)
+        return self(x) + other
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 16, 21])
+def test_padded_tiles_have_one_number_of_rows(rows):
+    whole = _CountedProjection(torch.randn(24, 16))
+    tiled = TiledProjection(whole, 8, pads=True)
+    x, other = torch.randn(rows, 16), torch.randn(rows, 24)
+    alone = torch.cat([tiled(row) for row in x.split(1)])
+    assert torch.equal(tiled(x), alone)
+    assert torch.equal(tiled.plus(x, other), alone + other)
+    assert whole.rows == {8}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

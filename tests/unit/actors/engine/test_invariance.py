@@ -12,11 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actors.attention.invariant import invariant_attention
 from actors.attention.select_backend import attention_shape
 from actors.compute.kv_cache import InputRow
-from actors.compute.linear import InvariantProducts
+from actors.compute.linear import GPU_TILE, InvariantProducts, TiledProjection, projection
 from actors.engine.invariance import InvarianceCheck
 from actors.engine.runner import ModelRunner
+from actors.engine.static_step import Buckets, Recording
 from actors.models.decoder import ForwardOutput, decoder_for
 from cluster.page_allocator import SlotMove
+from tests.unit.actors.attention.triton_interpreter import interpreted_paged
+from tests.unit.actors.captures import CountedCapture
 
 PAGE_SIZE = 16
 LENGTHS = (9, 250, 620)  # tokens per text
@@ -26,25 +29,30 @@ VOCABULARY = 128
 WRONG = 1  # token of rejected nodes
 
 
+def a_model(dtype: torch.dtype) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+    )
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data = (torch.randn(weight.shape) / weight.shape[1] ** 0.5).to(dtype)
+    return model
+
+
 class Texts:
     """A random model, texts, and the logits of each text computed alone."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=96,
-            intermediate_size=160,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=1024,
-        )
-        torch.manual_seed(5)
-        model = LlamaForCausalLM(config).to(dtype).eval()
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.data = (torch.randn(weight.shape) / weight.shape[1] ** 0.5).to(dtype)
+        model = a_model(dtype)
         shape = attention_shape(model, PAGE_SIZE)
         decoder = decoder_for(model, InvariantProducts())
         self.runner = ModelRunner(model, PAGES, PAGE_SIZE, invariant_attention(shape), decoder, is_checked=True)
@@ -157,3 +165,26 @@ def test_the_check_at_load_finds_a_change_in_the_last_bit(texts, trees):
 
 def test_the_check_at_load_needs_room(texts):
     assert "too small" in InvarianceCheck(texts.runner, PAGE_SIZE, 5, 1024, trees=True).fault()
+
+
+def test_captured_steps_of_fixed_tiles_pass_the_check_for_chains():
+    """As on a GPU, with Triton's interpreter."""
+
+    def product(weight: Tensor, bias: Tensor | None) -> TiledProjection:
+        return TiledProjection(projection(weight, bias), GPU_TILE, pads=True)
+
+    buckets = Buckets.for_sessions(4, 96, PAGE_SIZE, GPU_TILE)
+    assert buckets.tokens == (GPU_TILE,)
+    capture = CountedCapture()
+    model = a_model(torch.bfloat16)
+    runner = ModelRunner(
+        model,
+        48,
+        PAGE_SIZE,
+        interpreted_paged(),
+        decoder_for(model, product),
+        is_checked=True,
+        recording=Recording(buckets, capture),
+    )
+    assert InvarianceCheck(runner, PAGE_SIZE, 48, 96, trees=False).fault() == ""
+    assert capture.captures == 1
