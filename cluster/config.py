@@ -115,6 +115,7 @@ class Resources(Section):
     threads: Positive = Field(1, description="CPU threads for the model")
     cpu_affinity: tuple[int, ...] = Field((), description="allowed CPU cores; empty: all")
     background: bool = Field(False, description="run the model at idle CPU priority")
+    cuda_graphs: bool = Field(True, description="capture GPU steps; false if captures fail")
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:

@@ -38,7 +38,7 @@ from actors.engine.memory import Reserve, page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
 from actors.engine.static_chain import captured_steps
-from actors.engine.static_step import Buckets, recording_on
+from actors.engine.static_step import Buckets, Recording, recording_on
 from actors.models.checkpoint import different_ids, load_model, local_folder
 from actors.models.decoder import Decoder, decoder_for
 from actors.models.layer_subset import context_length
@@ -111,10 +111,11 @@ def draft_with(
     page_size = draft.cache.page_size
     bytes_each = page_bytes(model, page_size)
     share = draft.resources.gpu_share
-    attention, _ = choose_attention(attention_shape(model, page_size), model.device, captures=True)
+    captures = draft.resources.cuda_graphs
+    attention, _ = choose_attention(attention_shape(model, page_size), model.device, captures)
     # A session has a row for each possible outcome of its verdict.
     buckets = Buckets.for_sessions(min(OUTCOME_ROWS * draft.max_sessions, MAX_ROWS), setup.max_context, page_size)
-    recording = recording_on(model.device, attention, parts.decoder, buckets)
+    recording = recording_on(model.device, attention, parts.decoder, buckets) if captures else None
     reserve = Reserve.of_steps(
         draft.max_sessions * parts.masks.width,
         len(parts.token_ids),
@@ -137,7 +138,7 @@ def draft_with(
         head=parts.head,
         calibration=calibration,
         processor_factories=setup.processor_factories,
-        load=_Successors(draft, setup, model, runner, pages) if beside else None,
+        load=_Successors(draft, setup, model, runner, pages, recording) if beside else None,
         noise=noise,
     )
     method.capture_chains(setup.draft_tokens, draft.max_sessions)
@@ -172,10 +173,19 @@ def _parts_of(model: PreTrainedModel, product: Product, setup: DraftSetup, besid
 
 
 class _Successors:
-    """Loads replacement checkpoints for `model`; they reuse the cache and attention backend of its `runner`."""
+    """Loads replacement checkpoints for `model`; they reuse the cache and attention backend of its `runner`.
+
+    Each of their steps is captured when it first occurs.
+    """
 
     def __init__(
-        self, draft: DraftPool, setup: DraftSetup, model: PreTrainedModel, runner: ModelRunner, pages: int
+        self,
+        draft: DraftPool,
+        setup: DraftSetup,
+        model: PreTrainedModel,
+        runner: ModelRunner,
+        pages: int,
+        recording: Recording | None,
     ) -> None:
         self._draft = draft
         self._setup = setup
@@ -184,6 +194,7 @@ class _Successors:
         self._attention = runner.attention
         self._cache = runner.cache
         self._pages = pages
+        self._recording = recording
 
     def __call__(self, folder: Path) -> DraftWeights:
         """Loads, packs and tests a checkpoint. Raises ModelError if it is broken or has the wrong shape."""
@@ -206,6 +217,7 @@ class _Successors:
             parts.decoder,
             context=self._setup.max_context,
             cache=self._cache,
+            recording=self._recording,
         )
         return DraftWeights(runner, parts.token_ids, parts.masks, parts.head, parts.max_positions)
 

@@ -227,7 +227,7 @@ class Rank:
             spec.context,
             device,
             spec.resources.gpu_share,
-            Reserve.of_steps(max(spec.logit_rows, spec.tile), columns, device, captures_graphs=True),
+            Reserve.of_steps(max(spec.logit_rows, spec.tile), columns, device, spec.resources.cuda_graphs),
         )
         return RankReport(os.getpid(), pages, loaded.report, attention)
 
@@ -237,7 +237,7 @@ class Rank:
             self._attention, report = invariant_backend(shape, self._device)
             return report
         if self._index == 0:
-            self._attention, report = choose_attention(shape, self._device, captures=True)
+            self._attention, report = choose_attention(shape, self._device, self._spec.resources.cuda_graphs)
             return from_leader(report) if self._group.size > 1 else report
         report = from_leader(AttentionReport(SdpaGather.name))
         self._attention = create_backend(report, shape, self._device)
@@ -252,6 +252,7 @@ class Rank:
         product = InvariantProducts() if spec.invariant else projection
         decoder = decoder_for(self._model.eval(), product, spec.context)
         buckets = Buckets.for_sessions(spec.sessions, spec.context, page_size, spec.tile)
+        can_record = spec.resources.cuda_graphs
         self._runner = ModelRunner(
             self._model,
             pages,
@@ -262,7 +263,7 @@ class Rank:
             context=spec.context,
             is_checked=True,  # the leader checked the model while loading
             vocabulary=spec.vocabulary if self._index == 0 or decoder.shard.group.size > 1 else None,
-            recording=recording_on(self._device, self._attention, decoder, buckets),
+            recording=recording_on(self._device, self._attention, decoder, buckets) if can_record else None,
             ranks=spec.ranks,
         )
         self._model = None  # the runner holds the parts that it needs
