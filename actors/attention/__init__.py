@@ -74,6 +74,7 @@ class StepShape(StepSizes):
 
     positions: int  # with logits
     sampled: int  # positions that are sampled rather than decided by the largest logit
+    trees: bool = False  # whether rows may contain trees, for backends with a kernel for chains and one for trees
 
 
 class AttentionPlan(Protocol):

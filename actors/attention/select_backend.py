@@ -10,19 +10,24 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention import restore_flash_attention_impl
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.attention import AttentionBackend, AttentionPlan, PaddedBackend, ScoreOptions
-from actors.attention.batch import exact_batch
+from actors.attention import AttentionBackend, AttentionPlan, PaddedBackend, ScoreOptions, StepShape
+from actors.attention.batch import PackedStep, RaggedBatch, exact_batch
 from actors.attention.flashinfer import flashinfer_for
 from actors.attention.paged import paged_for
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.varlen import varlen_for
-from actors.compute.kv_cache import InputRow, LayerSize, PagedCache
+from actors.compute.capture import Capture, CudaCapture
+from actors.compute.kv_cache import InputRow, LayerSize, PagedCache, to_device
+from actors.sampling.draws import NO_DRAWS
 
 GATHERED = "colwise_gather_output"  # style in transformers' tensor-parallel plans: ranks gather their projections
 # Layer types with attention.
@@ -146,6 +151,7 @@ SOFTCAP = 2.0
 PROMPT_TOKENS = 300  # tokens of a prompt chunk; exceeds a kernel's query block
 WARM_UPS = 2
 REPEATS = 5
+PADDING = 8  # tokens
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # Errors of a library that is missing, is not built for this device, or does not support the shape.
 BACKEND_ERRORS = (
@@ -217,8 +223,27 @@ class Trial:
         self._new = random(total, 2 * shape.kv_heads, shape.head_dim)
         self._old = [random(context, 2 * shape.kv_heads, shape.head_dim) for context in CONTEXTS]
 
-    def attend(self, backend: AttentionBackend, window: int | None, trees: bool = False) -> Tensor:
-        """Returns the result of one layer with chains or trees; sets memory outside the rows to NaN."""
+    def attend(
+        self, backend: AttentionBackend, window: int | None, trees: bool = False, is_padded: bool = False
+    ) -> Tensor:
+        """Returns the result of one layer with chains or trees; sets memory outside the rows to NaN.
+
+        A step that `is_padded` needs a `PaddedBackend`. Raises ValueError unless padding gets zeros.
+        """
+        self._fill()
+        rows = self._trees if trees else self._rows
+        options = replace(self._options, window=window)
+        if not is_padded:
+            return exact_batch(rows, self._cache, backend).attend(0, self._query, self._new, options)
+        batch = self._padded_batch(backend, rows)
+        attended = batch.attend(0, self._padded(self._query), self._padded(self._new), options)
+        total = len(self._query)
+        if attended[total:].any():
+            raise ValueError("padding does not get zeros")
+        return attended[:total]
+
+    def _fill(self) -> None:
+        """Writes the rows' cached keys and values, and NaN to all other memory."""
         pool = self._cache.layer(0)
         pool[: self._cache.padding_slot] = torch.nan
         size = self._shape.page_size
@@ -226,8 +251,19 @@ class Trial:
             pages = torch.tensor(row.pages, device=pool.device)
             slots = (pages.unsqueeze(1) * size + torch.arange(size, device=pool.device)).flatten()
             pool[slots[: len(old)]] = old
-        batch = exact_batch(self._trees if trees else self._rows, self._cache, backend)
-        return batch.attend(0, self._query, self._new, replace(self._options, window=window))
+
+    def _padded_batch(self, backend: AttentionBackend, rows: Sequence[InputRow]) -> RaggedBatch:
+        assert isinstance(backend, PaddedBackend), f"{backend.name} has no padded plans"
+        tokens = len(self._query) + PADDING
+        pages = 1 + max(len(row.pages) for row in rows)
+        shape = StepShape(tokens, len(rows) + 1, pages, 0, 0, trees=bool(rows[0].parents))
+        step = PackedStep.padded(rows, self._cache, backend, shape, NO_DRAWS)
+        batch = RaggedBatch(step, to_device(step.integers, self._cache.device))
+        batch.place()
+        return batch
+
+    def _padded(self, values: Tensor) -> Tensor:
+        return torch.cat([values, values[:PADDING]])
 
     def build(self, backend: AttentionBackend, trees: bool) -> None:
         """Attends once per kind of step, so that all kernels are built before serving."""
@@ -245,21 +281,45 @@ class Trial:
         chains = [[token], self._rows[:1], self._rows[:2], [long]]
         return [*chains, self._trees[:1], self._trees[:2], [long, *self._trees[:2]]] if trees else chains
 
-    def step(self, backend: AttentionBackend) -> None:
-        """Computes one step's attention in all layers and waits for the device."""
+    def step(self, backend: AttentionBackend, capture: Capture | None = None) -> Callable[[], None]:
+        """Returns a function that computes one step's attention in all layers and waits for the device.
+
+        With `capture`, the backend must be a `PaddedBackend`, and the step's numbers are already on the device.
+        """
+        attend_layers: Callable[[], None] = partial(self._attend_layers, backend)
+        if capture is not None:
+            batch = self._padded_batch(backend, self._rows)
+            query, new = self._padded(self._query), self._padded(self._new)
+
+            def captured() -> None:
+                batch.place()
+                for _ in range(self._shape.layers):
+                    batch.attend(0, query, new, self._options)
+
+            attend_layers = capture(captured)
+
+        def step() -> None:
+            attend_layers()
+            if self._cache.device.type == "cuda":
+                torch.cuda.synchronize(self._cache.device)
+
+        return step
+
+    def _attend_layers(self, backend: AttentionBackend) -> None:
         batch = exact_batch(self._rows, self._cache, backend)
         for _ in range(self._shape.layers):
             batch.attend(0, self._query, self._new, self._options)
-        if self._cache.device.type == "cuda":
-            torch.cuda.synchronize(self._cache.device)
 
 
-class ChainsAndTrees:
+Backend = TypeVar("Backend", bound=AttentionBackend)
+
+
+class ChainsAndTrees(Generic[Backend]):
     """Uses one backend for steps of chains only, and another for steps with trees."""
 
     takes_trees = True
 
-    def __init__(self, chains: AttentionBackend, trees: AttentionBackend) -> None:
+    def __init__(self, chains: Backend, trees: Backend) -> None:
         self.name = f"{chains.name}, {trees.name} for trees"
         self._chains = chains
         self._trees = trees
@@ -268,32 +328,48 @@ class ChainsAndTrees:
         return (self._trees if any(row.parents for row in rows) else self._chains).plan(rows, cache)
 
 
+class PaddedChainsAndTrees(ChainsAndTrees[PaddedBackend]):
+    """Uses two backends that can be captured. A shape selects one, so steps with trees need their own shapes."""
+
+    def padded_plan(self, rows: Sequence[InputRow], cache: PagedCache, shape: StepShape) -> AttentionPlan:
+        return (self._trees if shape.trees else self._chains).padded_plan(rows, cache, shape)
+
+
+def combine(chains: AttentionBackend, trees: AttentionBackend) -> AttentionBackend:
+    """Returns a backend for chains and trees, which can be captured if both can."""
+    if isinstance(chains, PaddedBackend) and isinstance(trees, PaddedBackend):
+        return PaddedChainsAndTrees(chains, trees)
+    return ChainsAndTrees(chains, trees)
+
+
 def fastest(
     factories: Mapping[str, Make],
     trial: Trial,
     tolerance: float,
     clock: Callable[[], float] = time.perf_counter,
-    captures: bool = False,
+    capture: Capture | None = None,
 ) -> tuple[AttentionBackend, AttentionReport]:
     """Returns the fastest correct backend; if it does not support trees, the fastest that does serves these.
 
-    With `captures`, backends that can be captured come first: capturing a step saves more time than the fastest kernel.
-    `SdpaGather` is the reference, and the result only if no backend is correct.
+    With `capture`, backends that can be captured come first, since capturing a step saves more time than the fastest
+    kernel, and are measured captured. `SdpaGather` is the reference, and the result only if no backend is correct.
     """
     reference = SdpaGather()
-    tried = [TriedBackend(reference.name, _step_ms(reference, trial, clock))]
+    tried = [TriedBackend(reference.name, _step_ms(trial.step(reference), clock))]
     correct: list[tuple[bool, float, AttentionBackend]] = []
     takes_trees: list[tuple[bool, float, AttentionBackend]] = []
     for name, make in factories.items():
         try:
             backend = make()
-            _check(backend, trial, reference, tolerance)
-            step_ms = _step_ms(backend, trial, clock)
+            is_captured = capture is not None and isinstance(backend, PaddedBackend)
+            _check(backend, trial, reference, tolerance, is_padded=is_captured)
+            step_ms = _step_ms(trial.step(backend, capture if is_captured else None), clock)
         except BACKEND_ERRORS as error:
             tried.append(TriedBackend(name, None, f"{type(error).__name__}: {error}"))
             continue
-        tried.append(TriedBackend(name, step_ms, no_trees=_no_trees(backend, trial, reference, tolerance)))
-        correct.append((captures and not isinstance(backend, PaddedBackend), step_ms, backend))
+        no_trees = _no_trees(backend, trial, reference, tolerance, is_captured)
+        tried.append(TriedBackend(name, step_ms, no_trees=no_trees))
+        correct.append((not is_captured, step_ms, backend))
         if not tried[-1].no_trees:
             takes_trees.append(correct[-1])
     if not correct:
@@ -301,29 +377,36 @@ def fastest(
     best = min(correct, key=lambda one: one[:2])
     if takes_trees and best not in takes_trees:
         for_trees = min(takes_trees, key=lambda one: one[:2])[2]
-        backends = ChainsAndTrees(best[2], for_trees)
+        backends = combine(best[2], for_trees)
         return backends, AttentionReport(backends.name, tuple(tried), combined=(best[2].name, for_trees.name))
     return best[2], AttentionReport(best[2].name, tuple(tried), bool(takes_trees))
 
 
-def _no_trees(backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float) -> str:
+def _no_trees(
+    backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float, is_padded: bool
+) -> str:
     """Returns the reason why a backend does not support trees; empty if it does. It must be correct for chains."""
     if not backend.takes_trees:
         return "its kernel does not support masks"
     try:
-        _check(backend, trial, reference, tolerance, trees=True)
+        _check(backend, trial, reference, tolerance, is_padded, trees=True)
     except BACKEND_ERRORS as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _check(
-    backend: AttentionBackend, trial: Trial, reference: AttentionBackend, tolerance: float, trees: bool = False
+    backend: AttentionBackend,
+    trial: Trial,
+    reference: AttentionBackend,
+    tolerance: float,
+    is_padded: bool,
+    trees: bool = False,
 ) -> None:
     """Raises ValueError if a result differs from the reference by more than the tolerance."""
-    for window in trial.windows:
+    for window, pads in product(trial.windows, {False, is_padded}):
         expected = trial.attend(reference, window, trees)
-        outputs = trial.attend(backend, window, trees)
+        outputs = trial.attend(backend, window, trees, pads)
         if not torch.allclose(outputs, expected, atol=tolerance, rtol=tolerance):
             max_deviation = float((outputs.float() - expected.float()).abs().max())
             raise ValueError(
@@ -331,13 +414,13 @@ def _check(
             )
 
 
-def _step_ms(backend: AttentionBackend, trial: Trial, clock: Callable[[], float]) -> float:
+def _step_ms(step: Callable[[], None], clock: Callable[[], float]) -> float:
     for _ in range(WARM_UPS):
-        trial.step(backend)
+        step()
     times = []
     for _ in range(REPEATS):
         began = clock()
-        trial.step(backend)
+        step()
         times.append(1000 * (clock() - began))
     return statistics.median(times)
 
@@ -360,7 +443,7 @@ def create_backend(report: AttentionReport, shape: AttentionShape, device: torch
     if report.combined is None:
         backend = factories[report.chosen]()
     else:
-        backend = ChainsAndTrees(*(factories[name]() for name in report.combined))
+        backend = combine(*(factories[name]() for name in report.combined))
     Trial(shape, device).build(backend, report.takes_trees)
     return backend
 
@@ -376,7 +459,8 @@ def choose_attention(
     if device.type != "cuda" or not (shape.plain or shape.capped):
         return SdpaGather(), AttentionReport(SdpaGather.name)
     trial = Trial(shape, device)
-    backend, report = fastest(gpu_factories(shape, device), trial, TOLERANCE[shape.dtype], captures=captures)
+    capture = CudaCapture() if captures else None
+    backend, report = fastest(gpu_factories(shape, device), trial, TOLERANCE[shape.dtype], capture=capture)
     trial.build(backend, report.takes_trees)
     if not backend.name.startswith("varlen"):
         restore_flash_attention_impl(_raise_warn=False)

@@ -4,15 +4,16 @@ torch supports block tables only with FlashAttention 3 (compute capability 9.0) 
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from actors.attention import ScoreOptions, pages_of
+from actors.attention import ScoreOptions, StepShape, StepSizes, pages_of
+from actors.attention.paged import step_integers, step_tensors
 from actors.compute.kv_cache import InputRow, PagedCache
 
 IMPLEMENTATION = {9: "FA3", 10: "FA4"}  # FlashAttention version by major compute capability
@@ -28,31 +29,41 @@ class Varlen:
         self._kernel = kernel
 
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> "VarlenPlan":
-        return VarlenPlan(rows, cache, self._kernel)
+        sizes = StepSizes.of(rows, cache.page_size)
+        most = max(len(row.tokens) for row in rows)
+        return VarlenPlan(rows, cache.page_size, sizes, self._kernel, most, max(row.end for row in rows))
+
+    def padded_plan(self, rows: Sequence[InputRow], cache: PagedCache, shape: StepShape) -> "VarlenPlan":
+        return VarlenPlan(rows, cache.page_size, shape, self._kernel, shape.tokens, shape.pages * cache.page_size)
 
 
 class VarlenPlan:
-    """Makes one call per layer for all rows."""
+    """Makes one call per layer for all rows, padded to `sizes`; padding tokens are a further row without keys."""
 
-    def __init__(self, rows: Sequence[InputRow], cache: PagedCache, kernel: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[InputRow],
+        page_size: int,
+        sizes: StepSizes,
+        kernel: Callable[..., Any],
+        max_queries: int,  # bounds of a row's queries and keys, which the kernel divides among its blocks
+        max_keys: int,
+    ) -> None:
+        assert not any(row.parents for row in rows), "this kernel supports only chains"
         self._kernel = kernel
-        self._page_size = cache.page_size
-        used = [row.pages[: -(-row.end // cache.page_size)] for row in rows]
-        width = max(len(pages) for pages in used)
-        begins = [0, *accumulate(len(row.tokens) for row in rows)]
-        tables = [page for pages in used for page in (*pages, *[0] * (width - len(pages)))]
-        self.integers = [[*begins, *(row.end for row in rows), *tables]]
-        self._rows = len(rows)
-        self._max_queries = max(len(row.tokens) for row in rows)
-        self._max_keys = max(row.end for row in rows)
+        self._page_size = page_size
+        self._sizes = sizes
+        self._max_queries = max_queries
+        self._max_keys = max_keys
+        self.integers = step_integers(rows, page_size, sizes)
 
     def place(self, parts: Sequence[Tensor]) -> None:
-        numbers = parts[0].to(torch.int32)
-        rows = self._rows
-        self._begins = numbers[: rows + 1]
-        # Kernels read tables and lengths in wide words, so each tensor needs an aligned address.
-        self._used = numbers[rows + 1 : 2 * rows + 1].clone()
-        self._tables = numbers[2 * rows + 1 :].view(rows, -1).clone()
+        step = step_tensors(parts, self._sizes)
+        ends = step.stops[step.row_starts[1:] - 1]  # a row's last token attends to all its keys
+        # Kernels read tables and lengths in wide words, so each tensor needs an aligned address, which `pad` gives it.
+        self._begins = F.pad(step.row_starts.to(torch.int32), (0, 1), value=self._sizes.tokens)
+        self._used = F.pad(ends.to(torch.int32), (0, 1))
+        self._tables = F.pad(step.block_table.to(torch.int32), (0, 0, 0, 1))
 
     def __call__(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
         assert options.is_plain, "this kernel supports only plain scores"

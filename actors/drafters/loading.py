@@ -114,14 +114,15 @@ def draft_with(
     captures = draft.resources.cuda_graphs
     attention, _ = choose_attention(attention_shape(model, page_size), model.device, captures)
     # A session has a row for each possible outcome of its verdict.
-    buckets = Buckets.for_sessions(min(OUTCOME_ROWS * draft.max_sessions, MAX_ROWS), setup.max_context, page_size)
+    rows = min(OUTCOME_ROWS * draft.max_sessions, MAX_ROWS)
+    buckets = Buckets.for_sessions(rows, setup.max_context, page_size, attention)
     recording = recording_on(model.device, attention, parts.decoder, buckets) if captures else None
     reserve = Reserve.of_steps(
         draft.max_sessions * parts.masks.width,
         len(parts.token_ids),
         model.device,
-        captures_graphs=recording is not None,
-        chain_steps=captured_steps(setup.draft_tokens, draft.max_sessions),
+        graphs=len(buckets.shapes) if recording else 0,
+        chain_steps=captured_steps(setup.draft_tokens, draft.max_sessions) if recording else 0,
     )
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share, reserve)
     runner = ModelRunner(

@@ -16,7 +16,6 @@ MIB = 1 << 20
 PAGE_SIZES = (64, 128, 256, 512, 1024)  # proposed for models with recurrent layers
 SHARE_OF_FREE = {"cuda": 0.9, "cpu": 0.5}  # usable share of free memory; on a host, other programs need the rest
 CONTEXT_BYTES = 512 * MIB  # CUDA context: the driver's state and loaded kernels, which torch's allocator does not count
-GRAPHS = 48  # captured graphs: 24 numbers of tokens, with and without sampled positions
 GRAPH_BYTES = (
     10 * MIB
 )  # estimate per graph: its kernels' parameters in the driver; graphs share one pool of activations
@@ -76,17 +75,16 @@ class Reserve:
 
     @classmethod
     def of_steps(
-        cls, logit_rows: int, vocabulary: int, device: torch.device, captures_graphs: bool, chain_steps: int = 0
+        cls, logit_rows: int, vocabulary: int, device: torch.device, graphs: int = 0, chain_steps: int = 0
     ) -> "Reserve":
         """Returns the reserve of a process whose steps compute up to `logit_rows` rows of logits.
 
-        With `captures_graphs`, its captured chains have `chain_steps` steps.
+        It captures `graphs` steps, and chains of `chain_steps` steps in all.
         """
         logits = logit_rows * vocabulary * LOGIT_BYTES
         if device.type != "cuda":
             return cls(logits=logits)
-        graphs = GRAPHS * GRAPH_BYTES + chain_steps * CHAIN_STEP_BYTES
-        return cls(CONTEXT_BYTES, logits, graphs if captures_graphs else 0)
+        return cls(CONTEXT_BYTES, logits, graphs * GRAPH_BYTES + chain_steps * CHAIN_STEP_BYTES)
 
 
 def step_logit_rows(sessions: int, draft_tokens: int, max_step_tokens: int) -> int:

@@ -3,16 +3,12 @@
 On a GPU, launching the hundreds of operations of a step takes longer than computing them, so the step is captured as a
 CUDA graph. A graph repeats its operations on the same memory. Therefore, all numbers of a step are packed into one
 buffer, whose layout depends only on the step's shape, and no operation depends on a number's value.
-
-`Capture` hides the device: `CudaCapture` records graphs; `CallCapture` calls the same function on the same buffers, so
-that tests without a GPU run what is captured.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Protocol, TypeVar
+from itertools import chain, product
 
 import numpy as np
 import torch
@@ -20,51 +16,14 @@ from torch import Tensor
 
 from actors.attention import AttentionBackend, PaddedBackend, StepShape
 from actors.attention.batch import PackedStep, RaggedBatch
+from actors.attention.select_backend import ChainsAndTrees
+from actors.compute.capture import Capture, CudaCapture
 from actors.compute.kv_cache import InputRow, PagedCache
 from actors.models.decoder import Decoder, ForwardOutput, LlamaDecoder
 from actors.sampling.draws import NO_DRAWS, Draws
 
 Step = Callable[[RaggedBatch], ForwardOutput]
 """Computes a batch's logits and draws its tokens."""
-
-
-Result = TypeVar("Result")
-
-
-class Capture(Protocol):
-    """Records a function without arguments; returns a function that repeats it on the same memory."""
-
-    def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]: ...
-
-
-class CallCapture:
-    """Repeats a step by calling it."""
-
-    def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
-        return step
-
-
-class CudaCapture:
-    """Records CUDA graphs that share one memory pool; a replay overwrites the results of the previous one."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()  # libraries allocate their workspaces in the first call, which cannot be captured
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = step()
-
-        def replay() -> Result:
-            graph.replay()
-            return output
-
-        return replay
 
 
 TOKENS = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 257, 16), 512)
@@ -78,16 +37,19 @@ class Buckets:
     tokens: tuple[int, ...]  # ascending
     rows: int  # maximum number of rows
     pages: int  # of a page table
+    trees_apart: bool = False  # whether steps with trees have shapes of their own
 
     @classmethod
-    def for_sessions(cls, sessions: int, context: int, page_size: int, tile: int = 1) -> "Buckets":
+    def for_sessions(
+        cls, sessions: int, context: int, page_size: int, attention: AttentionBackend, tile: int = 1
+    ) -> "Buckets":
         """Covers steps of up to `sessions` rows, each with a block after up to `context` tokens.
 
         All numbers of tokens are multiples of `tile`.
         """
         most = min(sessions * ROW_TOKENS, TOKENS[-1])
         sizes = {-(-size // tile) * tile for size in TOKENS[: bisect_left(TOKENS, most) + 1]}
-        return cls(tuple(sorted(sizes)), sessions, -(-context // page_size))
+        return cls(tuple(sorted(sizes)), sessions, -(-context // page_size), isinstance(attention, ChainsAndTrees))
 
     def shape(self, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
         """Returns the smallest shape that holds these rows; None if none does, as for long prompts."""
@@ -95,15 +57,17 @@ class Buckets:
         at = bisect_left(self.tokens, total)
         if at == len(self.tokens) or len(rows) > self.rows:
             return None
-        return self._shape(self.tokens[at], bool(draws.sampled))
+        trees = self.trees_apart and any(row.parents for row in rows)
+        return self._shape(self.tokens[at], bool(draws.sampled), trees)
 
-    def _shape(self, tokens: int, samples: bool) -> StepShape:
-        return StepShape(tokens, min(tokens, self.rows), self.pages, tokens, tokens if samples else 0)
+    def _shape(self, tokens: int, samples: bool, trees: bool) -> StepShape:
+        return StepShape(tokens, min(tokens, self.rows), self.pages, tokens, tokens if samples else 0, trees)
 
     @property
     def shapes(self) -> list[StepShape]:
         """All shapes, the largest first, so that the memory of its graph serves all others."""
-        return [self._shape(tokens, samples) for tokens in reversed(self.tokens) for samples in (True, False)]
+        kinds = list(product((True, False), (True, False) if self.trees_apart else (False,)))
+        return [self._shape(tokens, *kind) for tokens in reversed(self.tokens) for kind in kinds]
 
 
 class StepBuffer:

@@ -219,6 +219,8 @@ class Rank:
             attention = replace(attention, takes_trees=False)
             if warning := page_size_warning(spec.cache.page_size, shape.page_bytes, recurrent_bytes):
                 log.warning("%s", warning)
+        assert self._attention is not None, "it was just created"
+        buckets = self._buckets(self._attention)
         columns = int(self._model.config.get_text_config().vocab_size)  # ranks gather the whole vocabulary
         pages = page_count(
             spec.cache,
@@ -227,9 +229,18 @@ class Rank:
             spec.context,
             device,
             spec.resources.gpu_share,
-            Reserve.of_steps(max(spec.logit_rows, spec.tile), columns, device, spec.resources.cuda_graphs),
+            Reserve.of_steps(
+                max(spec.logit_rows, spec.tile), columns, device, graphs=len(buckets.shapes) if buckets else 0
+            ),
         )
         return RankReport(os.getpid(), pages, loaded.report, attention)
+
+    def _buckets(self, attention: AttentionBackend) -> Buckets | None:
+        """Returns the shapes of the steps to capture; None if steps are not captured."""
+        spec = self._spec
+        if not spec.resources.cuda_graphs:
+            return None
+        return Buckets.for_sessions(spec.sessions, spec.context, spec.cache.page_size, attention, spec.tile)
 
     def _create_attention(self, shape: AttentionShape) -> AttentionReport:
         """Creates the attention backend that the leader chooses, since ranks must compute the same results."""
@@ -251,8 +262,7 @@ class Rank:
         page_size = spec.cache.page_size
         product = InvariantProducts() if spec.invariant else projection
         decoder = decoder_for(self._model.eval(), product, spec.context)
-        buckets = Buckets.for_sessions(spec.sessions, spec.context, page_size, spec.tile)
-        can_record = spec.resources.cuda_graphs
+        buckets = self._buckets(self._attention)
         self._runner = ModelRunner(
             self._model,
             pages,
@@ -263,7 +273,7 @@ class Rank:
             context=spec.context,
             is_checked=True,  # the leader checked the model while loading
             vocabulary=spec.vocabulary if self._index == 0 or decoder.shard.group.size > 1 else None,
-            recording=recording_on(self._device, self._attention, decoder, buckets) if can_record else None,
+            recording=recording_on(self._device, self._attention, decoder, buckets) if buckets else None,
             ranks=spec.ranks,
         )
         self._model = None  # the runner holds the parts that it needs

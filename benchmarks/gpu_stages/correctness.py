@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.attention import AttentionPlan, PaddedBackend, StepShape
 from actors.attention.invariant import invariant_backend
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import TOLERANCE, AttentionShape, Trial, attention_shape, choose_attention
-from actors.compute.kv_cache import InputRow, PagedCache
+from actors.compute.capture import Capture
+from actors.compute.kv_cache import InputRow
 from actors.compute.linear import GPU_TILE, InvariantProducts
 from actors.engine.invariance import InvarianceCheck
 from actors.engine.runner import ModelRunner
-from actors.engine.static_step import Buckets, Capture, Recording, recording_on
+from actors.engine.static_step import Buckets, Recording, recording_on
 from actors.models.decoder import decoder_for
 from actors.sampling.acceptance import DrawAddress, PendingBlock, decide
 from actors.sampling.draws import Draws
@@ -179,7 +179,7 @@ class CapturedPair:
         attention, _ = choose_attention(self._shape, device, captures=True)
         padded = capturable(attention, device)
         self.why_not = NOT_PADDED.format(attention.name) if padded is None else ""
-        self.buckets = Buckets.for_sessions(sizes.sessions, sizes.pages_each * PAGE_SIZE, PAGE_SIZE)
+        self.buckets = Buckets.for_sessions(sizes.sessions, sizes.pages_each * PAGE_SIZE, PAGE_SIZE, attention)
         self._sizes = sizes
         self._dtype = dtype
         self._takes_trees = attention.takes_trees
@@ -313,30 +313,14 @@ def check_invariance(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> 
         return Unmeasured(f"invariant numerics in {name}", str(error))
     decoder = decoder_for(model, InvariantProducts())
     pages, context = sizes.sessions * sizes.pages_each, sizes.pages_each * PAGE_SIZE
-    recording = recording_on(
-        device, backend, decoder, Buckets.for_sessions(sizes.sessions, context, PAGE_SIZE, GPU_TILE)
-    )
+    buckets = Buckets.for_sessions(sizes.sessions, context, PAGE_SIZE, backend, GPU_TILE)
+    recording = recording_on(device, backend, decoder, buckets)
     runner = ModelRunner(model, pages, PAGE_SIZE, backend, decoder, is_checked=True, recording=recording)
     fault = InvarianceCheck(runner, PAGE_SIZE, pages, context, report.takes_trees).fault()
     return InvariantResult(name, fault, not fault)
 
 
 # ---------------------------------------------------------------- attention
-
-
-class ByPaddedPlans:
-    """Attends with the padded plans of a backend, in shapes without padding tokens."""
-
-    takes_trees = True
-
-    def __init__(self, backend: PaddedBackend) -> None:
-        self.name = backend.name
-        self._backend = backend
-
-    def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> AttentionPlan:
-        total = sum(len(row.tokens) for row in rows)
-        pages = 1 + max(len(row.pages) for row in rows)
-        return self._backend.padded_plan(rows, cache, StepShape(total, len(rows), pages, 0, 0))
 
 
 @torch.inference_mode()
@@ -352,7 +336,7 @@ def check_attention(shape: AttentionShape, device: torch.device, emit: Emit) -> 
     trial = Trial(shape, device)
     for trees in (False, True):
         expected = trial.attend(SdpaGather(), None, trees).float()
-        error = float((trial.attend(ByPaddedPlans(padded), None, trees).float() - expected).abs().max())
+        error = float((trial.attend(padded, None, trees, is_padded=True).float() - expected).abs().max())
         emit(PaddedCheck(padded.name, shape.head_dim, trees, error, error <= TOLERANCE[shape.dtype]))
 
 

@@ -131,7 +131,7 @@ def measure(quantization: str, products: Products, sizes: Sizes, setting: Settin
     if padded is None:
         emit(Unmeasured(f"captured passes, {quantization}", NOT_PADDED.format(attention.name)))
     else:
-        buckets = Buckets.for_sessions(max(sizes.sessions), each * PAGE_SIZE, PAGE_SIZE)
+        buckets = Buckets.for_sessions(max(sizes.sessions), each * PAGE_SIZE, PAGE_SIZE, attention)
         for mode in (CAPTURED, CHAINED):
             recording = Recording(buckets, capture_on(device))
             runner = ModelRunner(model, pages, PAGE_SIZE, padded, decoder, is_checked=True, recording=recording)

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from actors.attention import AttentionBackend, PaddedBackend
 from actors.attention.padded import PaddedSdpa
 from actors.attention.select_backend import AttentionShape
+from actors.compute.capture import CallCapture, Capture, CudaCapture
 from actors.compute.kv_cache import InputRow, PagedCache
 from actors.engine.executor import StepExecutor
 from actors.engine.runner import Runner
-from actors.engine.static_step import CallCapture, Capture, CudaCapture
 from actors.models.decoder import ForwardOutput
 from actors.sampling.draws import NO_DRAWS, Draws
 from cluster.page_allocator import PageCopy, SlotMove

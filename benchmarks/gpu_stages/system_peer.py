@@ -96,7 +96,7 @@ class Serving:
     def runner(self, pages: int, sessions: int, vocabulary: int | None) -> ModelRunner:
         """Returns a runner that captures the steps of this number of sessions, if possible."""
         is_captured = self._padded is not None
-        buckets = Buckets.for_sessions(sessions, self._sizes.context, PAGE_SIZE)
+        buckets = Buckets.for_sessions(sessions, self._sizes.context, PAGE_SIZE, self._attention)
         runner = ModelRunner(
             self._model,
             pages,

@@ -196,7 +196,7 @@ class TargetBench:
         self._engines = {EAGER: TimedEngine(eager, sizes.vocabulary, device)}
         padded = capturable(attention, device)
         self.captures = None
-        self._buckets = Buckets.for_sessions(max(sizes.rows), longest + self._largest, PAGE_SIZE)
+        self._buckets = Buckets.for_sessions(max(sizes.rows), longest + self._largest, PAGE_SIZE, attention)
         if padded is not None:
             captured = ModelRunner(
                 model,

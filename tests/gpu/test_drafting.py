@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from actors.attention.paged import paged_for
+from actors.compute.capture import CudaCapture
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.sampling import DraftingLimits
 from actors.engine.runner import ModelRunner
-from actors.engine.static_step import Buckets, CudaCapture, Recording
+from actors.engine.static_step import Buckets, Recording
 from protos.messages import Sampling
 from tests.unit.actors.drafters.drafting import propose, wanted_block
 from tests.unit.actors.tiny_models import MODELS, VOCABULARY, jittered, tokens_of
@@ -20,7 +21,6 @@ from tests.unit.cluster.samples import GREEDY
 pytestmark = pytest.mark.gpu
 PAGE_SIZE = 16
 PAGES = 64
-BUCKETS = Buckets.for_sessions(16, 256, PAGE_SIZE)
 WANTS = [
     wanted_block(tokens_of(at, 3 + 17 * at), tokens, f"s{at}", draft_tokens=8, max_len=250, sampling=sampling, seed=at)
     for at, (tokens, sampling) in enumerate(
@@ -39,8 +39,9 @@ def a_model() -> Any:
 
 
 def a_chained_draft(device: torch.device) -> DraftModel:
-    recording = Recording(BUCKETS, CudaCapture())
-    return a_draft(ModelRunner(a_model().to(device), PAGES, PAGE_SIZE, paged_for(device), recording=recording), device)
+    attention = paged_for(device)
+    recording = Recording(Buckets.for_sessions(16, 256, PAGE_SIZE, attention), CudaCapture())
+    return a_draft(ModelRunner(a_model().to(device), PAGES, PAGE_SIZE, attention, recording=recording), device)
 
 
 def test_chains_draft_the_blocks_of_a_cpu(device):

@@ -124,7 +124,7 @@ def deployed(
     page_size = draft.cache.page_size
     bytes_each = attention_shape_of(head, page_size).page_bytes
     share = draft.resources.gpu_share
-    reserve = Reserve.of_steps(draft.max_sessions, len(head.token_ids), head.device, captures_graphs=False)
+    reserve = Reserve.of_steps(draft.max_sessions, len(head.token_ids), head.device)
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, head.device, share, reserve)
     limits = DraftingLimits(options.draft_probs_top_k)
     is_projected = draft.states.projects_at_target(head.config.needs)

@@ -58,8 +58,8 @@ def varlen(*arguments: Any, **more: Any) -> Tensor:
     assert given["enable_gqa"] == (query.shape[1] != keys.shape[2])
     assert query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
     counts = begins.diff().tolist()
-    assert given["max_q"] == max(counts)
-    assert given["max_k"] == int(used.max())
+    assert given["max_q"] >= max(counts)
+    assert given["max_k"] >= int(used.max())
     parts = zip(query.split(counts), tables, used.tolist(), strict=True)
     return torch.cat([attend_to_pages(q, keys, values, t, n, given["scale"], left) for q, t, n in parts])
 

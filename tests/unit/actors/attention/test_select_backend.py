@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.attention import AttentionBackend, ScoreOptions
+from actors.attention import AttentionBackend, PaddedBackend, ScoreOptions, StepShape
 from actors.attention.flashinfer import FlashInfer
+from actors.attention.padded import PaddedSdpa, PaddedSdpaPlan
 from actors.attention.sdpa_gather import SdpaGather, SdpaGatherPlan
 from actors.attention.select_backend import (
     AttentionReport,
@@ -23,6 +24,7 @@ from actors.attention.select_backend import (
     fastest,
 )
 from actors.attention.varlen import Varlen
+from actors.compute.capture import CallCapture
 from actors.compute.kv_cache import InputRow, PagedCache
 from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen
 from tests.unit.actors.attention.triton_interpreter import interpreted_paged
@@ -216,19 +218,76 @@ def test_trees_are_served_by_the_fastest_backend_that_takes_them():
         assert clock.now - before == seconds
 
 
-def test_a_backend_that_can_be_captured_is_preferred_if_steps_are_captured():
+class TimedPadded(PaddedSdpa):
+    """Padded backend with simulated durations, and a changed result of padded plans."""
+
+    def __init__(
+        self,
+        name: str,
+        clock: Clock,
+        seconds: float,
+        padded_seconds: float,
+        change: Callable[[Tensor], Tensor] = Tensor.clone,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.clock = clock
+        self.seconds = seconds
+        self.padded_seconds = padded_seconds
+        self.change = change
+
+    def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> SdpaGatherPlan:
+        return TimedBackend(self.name, self.clock, self.seconds).plan(rows, cache)
+
+    def padded_plan(self, rows: Sequence[InputRow], cache: PagedCache, shape: StepShape) -> PaddedSdpaPlan:
+        paced = self
+
+        class Plan(PaddedSdpaPlan):
+            def __call__(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
+                paced.clock.now += paced.padded_seconds
+                return paced.change(super().__call__(query, pool, options))
+
+        return Plan(rows, cache.page_size, shape)
+
+
+def test_captured_backends_are_preferred_and_measured_as_they_are_captured():
     clock = Clock()
-
-    class Padded(TimedBackend):
-        def padded_plan(self, *_: object) -> None: ...
-
     factories = {
         "quick": lambda: TimedBackend("quick", clock, 1.0),
-        "padded": lambda: Padded("padded", clock, 3.0),
+        "eager": lambda: TimedPadded("eager", clock, 2.0, padded_seconds=5.0),
+        "padded": lambda: TimedPadded("padded", clock, 4.0, padded_seconds=3.0),
     }
-    for captures, chosen in ((False, "quick"), (True, "padded")):
-        _, report = fastest(factories, Trial(SHAPE, CPU), 1e-4, clock, captures=captures)
+    for capture, chosen, seconds in ((None, "quick", [1, 2, 4]), (CallCapture(), "padded", [1, 5, 3])):
+        _, report = fastest(factories, Trial(SHAPE, CPU), 1e-4, clock, capture)
         assert report.chosen == chosen
+        assert [one.step_ms for one in report.tried[1:]] == [1000 * SHAPE.layers * each for each in seconds]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(lambda found: found + 0.01, "padding does not get zeros"), (lambda found: found * 1.01, "off by")],
+)
+def test_a_backend_with_wrong_padded_plans_is_rejected_if_steps_are_captured(change, reason):
+    factories = {"wrong": lambda: TimedPadded("wrong", Clock(), 1.0, 1.0, change)}
+    _, report = fastest(factories, Trial(SHAPE, CPU), 1e-4, Clock())
+    assert report.chosen == "wrong"
+    _, report = fastest(factories, Trial(SHAPE, CPU), 1e-4, Clock(), CallCapture())
+    assert report.chosen == "gathered"
+    assert reason in report.tried[1].refused
+
+
+def test_kernels_for_chains_and_for_trees_are_captured_together():
+    clock = Clock()
+    factories = {
+        "varlen": lambda: Varlen(varlen),
+        "slow": lambda: TimedPadded("slow", clock, 9.0, padded_seconds=9.0),
+        "flashinfer": lambda: FlashInfer(FLASHINFER, CPU),
+    }
+    backend, report = fastest(factories, Trial(SHAPE, CPU), 1e-4, clock, CallCapture())
+    assert report.combined == ("varlen", "slow")
+    assert isinstance(backend, PaddedBackend)
+    backend, report = fastest(factories, Trial(SHAPE, CPU), 1e-4, clock)
+    assert not isinstance(backend, PaddedBackend), "flashinfer plans on the host"
 
 
 def test_a_slow_correct_backend_is_preferred_to_gathering():

@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 
 from actors.attention import PaddedBackend
 from actors.attention.padded import PaddedSdpa
+from actors.attention.varlen import Varlen
+from actors.compute.capture import Capture
 from actors.drafters.model.draft_cache import DraftCache
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.sampling import Calibration, DraftingLimits
 from actors.engine.runner import ModelRunner
-from actors.engine.static_step import Buckets, Capture, Recording
+from actors.engine.static_step import Buckets, Recording
 from cluster.drafting.requests import Proposal
 from protos.messages import Acceptance, Sampling, Shape, TokenRules
+from tests.unit.actors.attention.attention_kernels import varlen
 from tests.unit.actors.attention.triton_interpreter import interpreted_paged
 from tests.unit.actors.captures import CountedCapture, Overwriting, StaticCapture
 from tests.unit.actors.drafters.drafting import PAGE_SIZE, WantedBlock, propose, wanted_block
@@ -203,8 +206,9 @@ def test_chains_equal_exact_steps():
         check_equal(propose(chained, wants), propose(exact, wants), rel=1e-3)
 
 
-def test_the_triton_kernel_serves_chains():
-    pair = Twins(Overwriting(), backend=interpreted_paged())
+@pytest.mark.parametrize("backend", [interpreted_paged, lambda: Varlen(varlen)], ids=["paged", "varlen"])
+def test_every_kernel_that_can_be_captured_serves_chains(backend):
+    pair = Twins(Overwriting(), backend=backend())
     rng = Random(7)
     pair.propose([replace(a_want(rng, name), max_tokens=4) for name in "abc"])
 

@@ -173,7 +173,8 @@ def test_captured_steps_of_fixed_tiles_pass_the_check_for_chains():
     def product(weight: Tensor, bias: Tensor | None) -> TiledProjection:
         return TiledProjection(projection(weight, bias), GPU_TILE, pads=True)
 
-    buckets = Buckets.for_sessions(4, 96, PAGE_SIZE, GPU_TILE)
+    attention = interpreted_paged()
+    buckets = Buckets.for_sessions(4, 96, PAGE_SIZE, attention, GPU_TILE)
     assert buckets.tokens == (GPU_TILE,)
     capture = CountedCapture()
     model = a_model(torch.bfloat16)
@@ -181,7 +182,7 @@ def test_captured_steps_of_fixed_tiles_pass_the_check_for_chains():
         model,
         48,
         PAGE_SIZE,
-        interpreted_paged(),
+        attention,
         decoder_for(model, product),
         is_checked=True,
         recording=Recording(buckets, capture),

@@ -91,13 +91,14 @@ def test_a_configured_cache_size_is_kept_beside_the_reserve():
 def test_only_a_gpu_reserves_a_context_and_only_captured_steps_graphs():
     gpu = torch.device("cuda", 0)
     logits = 160 * 128_000 * 4
-    assert Reserve.of_steps(160, 128_000, CPU, captures_graphs=True) == Reserve(logits=logits)
-    target = Reserve.of_steps(160, 128_000, gpu, captures_graphs=True)
-    draft = Reserve.of_steps(160, 128_000, gpu, captures_graphs=False)
+    assert Reserve.of_steps(160, 128_000, CPU, graphs=48) == Reserve(logits=logits)
+    target = Reserve.of_steps(160, 128_000, gpu, graphs=48)
+    draft = Reserve.of_steps(160, 128_000, gpu)
     assert target.logits == draft.logits == logits
     assert target.context == draft.context == GIB // 2
     assert target.graphs > draft.graphs == 0
-    chained = Reserve.of_steps(160, 128_000, gpu, captures_graphs=True, chain_steps=15)
+    assert Reserve.of_steps(160, 128_000, gpu, graphs=96).graphs == 2 * target.graphs
+    chained = Reserve.of_steps(160, 128_000, gpu, graphs=48, chain_steps=15)
     assert chained.graphs > target.graphs
 
 

@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 
 from actors.attention import PaddedBackend
 from actors.attention.padded import PaddedSdpa
+from actors.attention.select_backend import PaddedChainsAndTrees
+from actors.attention.varlen import Varlen
+from actors.compute.capture import Capture
 from actors.compute.kv_cache import InputRow
 from actors.compute.linear import PlainProjection
 from actors.engine.runner import ModelRunner
-from actors.engine.static_step import Buckets, Capture, Recording
+from actors.engine.static_step import Buckets, Recording
 from actors.models.decoder import LlamaDecoder
 from actors.sampling.draws import Draws
+from tests.unit.actors.attention.attention_kernels import varlen
 from tests.unit.actors.attention.triton_interpreter import interpreted_paged
 from tests.unit.actors.captures import CountedCapture, Overwriting, StaticCapture, call_directly
 from tests.unit.actors.tiny_models import MODELS, VOCABULARY, twins
@@ -46,14 +50,19 @@ class Twins:
     """Runners of equal models: one with exact steps, one with captured steps."""
 
     def __init__(
-        self, name: str, capture: Capture, backend: PaddedBackend | None = None, is_fused: bool = False
+        self,
+        name: str,
+        capture: Capture,
+        backend: PaddedBackend | None = None,
+        is_fused: bool = False,
+        buckets: Buckets = BUCKETS,
     ) -> None:
         model, twin = twins(MODELS[name], seed=3)
         self.exact = poisoned(model)
         self.static = poisoned(
             twin,
             attention=backend or PaddedSdpa(),
-            recording=Recording(BUCKETS, capture),
+            recording=Recording(buckets, capture),
             decoder=LlamaDecoder(twin, PlainProjection, compile_function=call_directly) if is_fused else None,
         )
 
@@ -139,6 +148,26 @@ def test_the_triton_kernel_serves_captured_steps():
     for _ in range(6):
         rows = a_step(rng, lengths, table)
         pair.check(rows, some_draws(rng, rows))
+
+
+def test_chains_and_trees_may_have_kernels_and_shapes_of_their_own():
+    """The kernel for chains rejects trees."""
+    counted = CountedCapture()
+    backend = PaddedChainsAndTrees(Varlen(varlen), PaddedSdpa())
+    buckets = Buckets.for_sessions(SESSIONS, PAGES_EACH * PAGE_SIZE, PAGE_SIZE, backend)
+    pair = Twins("llama", counted, backend, buckets=buckets)
+    pair.static.capture_steps()
+    assert counted.captures == 4 * len(buckets.tokens)
+    rng = Random(6)
+    table = tables(rng)
+    lengths = [0] * SESSIONS
+    with_trees = set()
+    for _ in range(12):
+        rows = a_step(rng, lengths, table)
+        pair.check(rows, some_draws(rng, rows))
+        with_trees.add(any(row.parents for row in rows))
+    assert with_trees == {False, True}
+    assert counted.captures == 4 * len(buckets.tokens)
 
 
 def test_steps_of_one_shape_are_captured_once_and_long_rows_not_at_all():

@@ -1,0 +1,48 @@
+"""Captures functions over fixed memory, so that a GPU repeats all their operations in one launch.
+
+`CudaCapture` records CUDA graphs; `CallCapture` calls the same function on the same memory, so that tests without a GPU
+run what is captured.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class Capture(Protocol):
+    """Records a function without arguments; returns a function that repeats it on the same memory."""
+
+    def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]: ...
+
+
+class CallCapture:
+    """Repeats a step by calling it."""
+
+    def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
+        return step
+
+
+class CudaCapture:
+    """Records CUDA graphs that share one memory pool; a replay overwrites the results of the previous one."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()  # libraries allocate their workspaces in the first call, which cannot be captured
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = step()
+
+        def replay() -> Result:
+            graph.replay()
+            return output
+
+        return replay
