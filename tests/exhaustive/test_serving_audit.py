@@ -40,6 +40,7 @@ def test_audits_confirm_everything_honest_targets_served(served: Served, records
         audits = router["audits"]
     assert audits["equal"] + audits["near_tie"] == REQUESTS, audits
     assert records.read_text() == ""
-    assert httpx.get(f"{served.url}/health", trust_env=False).json() == {"status": "ok", "audit": "ok"}
+    health = httpx.get(f"{served.url}/health", trust_env=False).json()
+    assert health == {"status": "ok", "models": {served.config.model.name: "ok"}, "audit": "ok"}
     shown = dict(zip(*(list(column.cells) for column in audits_table([router]).columns), strict=True))
     assert shown["differs"] == "0"
