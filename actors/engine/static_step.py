@@ -5,6 +5,7 @@ CUDA graph. A graph repeats its operations on the same memory. Therefore, all nu
 buffer, whose layout depends only on the step's shape, and no operation depends on a number's value.
 """
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from actors.attention.batch import PackedStep, RaggedBatch
 from actors.attention.select_backend import ChainsAndTrees
 from actors.compute.capture import Capture, CudaCapture
 from actors.compute.kv_cache import InputRow, PagedCache
-from actors.models.decoder import Decoder, ForwardOutput, LlamaDecoder
+from actors.models.decoder import Decoder, ForwardOutput
 from actors.sampling.draws import NO_DRAWS, Draws
+
+log = logging.getLogger(__name__)
 
 Step = Callable[[RaggedBatch], ForwardOutput]
 """Computes a batch's logits and draws its tokens."""
@@ -106,12 +109,16 @@ def recording_on(
 ) -> Recording | None:
     """Returns how to capture steps on a device; None where they run operation by operation.
 
-    On a CPU, launching an operation costs next to nothing, and models in transformers' own code may read values on the
-    host. Tensor-parallel ranks capture and replay alike, since a step's shape depends only on its rows and draws, which
-    all ranks have; NCCL's collectives are part of the graph.
+    On a CPU, launching an operation costs next to nothing. Tensor-parallel ranks capture and replay alike, since a
+    step's shape depends only on its rows and draws, which all ranks have; NCCL's collectives are part of the graph.
     """
-    can_capture = isinstance(backend, PaddedBackend) and isinstance(decoder, LlamaDecoder)
-    return Recording(buckets, CudaCapture()) if device.type == "cuda" and can_capture else None
+    if device.type != "cuda":
+        return None
+    fault = decoder.capture_fault() if isinstance(backend, PaddedBackend) else f"attention by {backend.name}"
+    if fault:
+        log.warning("no CUDA graphs, so each step takes longer; this model cannot be captured: %s", fault)
+        return None
+    return Recording(buckets, CudaCapture())
 
 
 @dataclass(frozen=True, slots=True)

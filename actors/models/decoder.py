@@ -25,6 +25,7 @@ from actors.attention.hugging_face import ATTENTION_NAME, register_attention, sh
 from actors.compute.collectives import Shard, SingleRank
 from actors.compute.linear import Product, Projection, SharedProjection, pack_linears, projection, trim_heap
 from actors.models import fused
+from actors.models.capture_check import capture_fault
 from actors.models.fused import Compile, FusedFunctions, HeadNorms
 from actors.models.merged_weights import join_rows, release
 from actors.models.own_attention import replace_attention
@@ -120,6 +121,10 @@ class Decoder(Protocol):
     @property
     def shard(self) -> Shard: ...
 
+    def capture_fault(self) -> str:
+        """Returns why steps cannot be captured; empty if they can."""
+        ...
+
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput: ...
 
 
@@ -138,6 +143,10 @@ class ModelDecoder:
         self._model = model
         self._slot = share_batch(model)
         run_row_by_row(model, self._slot)
+
+    def capture_fault(self) -> str:
+        """Implements `Decoder`."""
+        return capture_fault(self, self._model.device)
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
         with self._slot.hold(batch):
@@ -397,6 +406,10 @@ class LlamaDecoder:
             except RuntimeError as error:
                 reason = str(error).strip().partition("\n")[0]
                 log.warning("torch cannot fuse operations (%s); install Triton and a C compiler for speed", reason)
+
+    def capture_fault(self) -> str:
+        """Implements `Decoder`: no operation depends on values."""
+        return ""
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
         states: list[Tensor] = []

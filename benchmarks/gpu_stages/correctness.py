@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel
 
 from actors.attention.invariant import invariant_backend
 from actors.attention.sdpa_gather import SdpaGather
@@ -64,6 +64,7 @@ TINY = Sizes(64, 300, 4, 6, (attention_sizes(4, 2, 16, torch.float32),))
 class BucketCheck(Result):
     """Captured against eager steps of one shape, with NaN in all memory that no row owns."""
 
+    model: str
     dtype: str
     tokens: int
     samples: bool
@@ -127,7 +128,8 @@ def run(setting: Setting, emit: Emit) -> None:
     for shape in sizes.shapes:
         check_attention(shape, setting.device, noted)
     for dtype in (torch.float32, torch.bfloat16) if setting.device.type == "cuda" else (torch.float32,):
-        check_buckets(sizes, dtype, setting, noted)
+        for name in MODELS:
+            check_buckets(name, sizes, dtype, setting, noted)
         noted(check_invariance(sizes, dtype, setting.device))
     if any(not passed for passed in verdicts(checks)):
         raise RuntimeError(f"only {summary(checks)}; the results name the others")
@@ -147,43 +149,49 @@ def summary(results: Sequence[Result]) -> str:
 # ---------------------------------------------------------------- captured steps
 
 
-def check_buckets(sizes: Sizes, dtype: torch.dtype, setting: Setting, emit: Emit) -> None:
+def check_buckets(name: str, sizes: Sizes, dtype: torch.dtype, setting: Setting, emit: Emit) -> None:
     """Compares captured steps of all shapes with eager steps."""
-    pair = CapturedPair(sizes, dtype, setting.device, capture_on(setting.device))
+    pair = CapturedPair(name, sizes, dtype, setting.device, capture_on(setting.device))
     if pair.why_not:
-        emit(Unmeasured("captured steps", pair.why_not))
+        emit(Unmeasured(f"captured steps of {name}", pair.why_not))
         return
     for tokens in pair.buckets.tokens:
         for samples in (False, True):
             if not setting.has_time(5.0):
-                emit(Unmeasured(f"captured steps of {tokens} tokens in {dtype}", OUT_OF_TIME))
+                emit(Unmeasured(f"captured steps of {name} with {tokens} tokens in {dtype}", OUT_OF_TIME))
                 return
             emit(pair.check(tokens, samples))
 
 
-def a_model(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+MODELS = {"llama": LlamaConfig, "gemma3": Gemma3TextConfig}  # the second runs in transformers' code
+
+
+def a_model(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = MODELS[name](
         vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=2 * sizes.hidden,
-        num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, initializer_range=0.1,
+        num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=sizes.hidden // 8,
+        initializer_range=0.1,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(device, dtype).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model.to(device, dtype).eval()
 
 
 class CapturedPair:
     """An eager and a capturing runner of one model, with caches of equal contents."""
 
-    def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device, capture: Capture) -> None:
-        model = a_model(sizes, dtype, device)
+    def __init__(self, name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device, capture: Capture) -> None:
+        model = a_model(name, sizes, dtype, device)
+        self._name = name
         self._shape = attention_shape(model, PAGE_SIZE)
         attention, _ = choose_attention(self._shape, device, captures=True)
         padded = capturable(attention, device)
-        self.why_not = NOT_PADDED.format(attention.name) if padded is None else ""
+        decoder = decoder_for(model)
+        self.why_not = NOT_PADDED.format(attention.name) if padded is None else decoder.capture_fault()
         self.buckets = Buckets.for_sessions(sizes.sessions, sizes.pages_each * PAGE_SIZE, PAGE_SIZE, attention)
         self._sizes = sizes
         self._dtype = dtype
         self._takes_trees = attention.takes_trees
-        decoder = decoder_for(model)
         self._random = random.Random(1)
         self._generator = torch.Generator().manual_seed(2)
         self._eager, self._captured = (
@@ -225,8 +233,8 @@ class CapturedPair:
         largest = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
         is_close = largest <= LOGIT_TOLERANCE[self._dtype]
         passed = is_close and not changed and (not different or self._dtype is not torch.float32)
-        name = str(self._dtype).removeprefix("torch.")
-        return BucketCheck(name, tokens, samples, steps, largest, different, changed, passed)
+        dtype = str(self._dtype).removeprefix("torch.")
+        return BucketCheck(self._name, dtype, tokens, samples, steps, largest, different, changed, passed)
 
     def _rows(self, bucket: int, kind: str) -> list[InputRow]:
         """Returns rows that need this bucket; empty if this kind of row does not fit in it."""
@@ -305,7 +313,7 @@ def _slots(row: InputRow, at: range) -> list[int]:
 @torch.inference_mode()
 def check_invariance(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Result:
     """Checks a runner as a target with invariant numerics does."""
-    model = a_model(sizes, dtype, device)
+    model = a_model("llama", sizes, dtype, device)
     name = str(dtype).removeprefix("torch.")
     try:
         backend, report = invariant_backend(attention_shape(model, PAGE_SIZE), device)

@@ -25,11 +25,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from actors.attention.batch import exact_batch
+from actors.attention.padded import PaddedSdpa
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import attention_shape
+from actors.compute.capture import CallCapture
 from actors.compute.collectives import ThreadGroup
 from actors.compute.kv_cache import InputRow, PagedCache
 from actors.engine.runner import ModelRunner
+from actors.engine.static_step import Buckets, Recording
 from actors.models.checkpoint import check_tensor_parallel, load_model
 from actors.models.config_reader import is_recurrent
 from actors.models.decoder import Decoder, LlamaDecoder, decoder_for
@@ -237,7 +240,10 @@ class Session:
 
 
 def try_architecture(name: str) -> Outcome:
-    """Saves a small random model, loads and runs it like the engine, and compares its logits with transformers."""
+    """Saves a small random model, loads and runs it like the engine, and compares its logits with transformers.
+
+    If its steps can be captured on a GPU, they are also run padded.
+    """
     model_type, fields = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -255,13 +261,26 @@ def try_architecture(name: str) -> Outcome:
             model = load_model(Path(folder), "float32", torch.device("cpu")).eval()
             can_split = splits_layers(model, Path(folder))
             decoder = decoder_for(model)
-            runner = ModelRunner(model, 2 * PAGES_EACH, PAGE_SIZE, decoder=decoder)
+            runners = [ModelRunner(model, 2 * PAGES_EACH, PAGE_SIZE, decoder=decoder)]
+            if attention_shape(model, PAGE_SIZE).plain and not decoder.capture_fault():
+                recording = Recording(Buckets((4, 8, 16), 2, PAGES_EACH), CallCapture())
+                runners.append(
+                    ModelRunner(
+                        model,
+                        2 * PAGES_EACH,
+                        PAGE_SIZE,
+                        PaddedSdpa(),
+                        decoder,
+                        is_checked=True,
+                        recording=recording,
+                    )
+                )
         except ModelError as error:
             return Outcome("refused", str(error).replace(folder, "the checkpoint"))
         except Exception as error:  # noqa: BLE001 - anything but a ModelError is a finding
             return Outcome("failed", one_line(error))
         try:
-            worst = furthest(runner, plain, is_recurrent=bool(recurrent_layers(plain)))
+            worst = max(furthest(runner, plain, is_recurrent=bool(recurrent_layers(plain))) for runner in runners)
         except Exception as error:  # noqa: BLE001 - anything but a ModelError is a finding
             return Outcome("failed", one_line(error))
     if not worst < TOLERANCE:

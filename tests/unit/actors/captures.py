@@ -61,7 +61,9 @@ class Static(TorchDispatchMode):
         assert func.name() not in READS_VALUES, f"{func.name()} cannot be captured"
         if func.name() in ("aten::index.Tensor", "aten::index_put_", "aten::index_put"):
             assert all(index is None or index.dtype is not torch.bool for index in args[1]), "a mask has no fixed shape"
-        return func(*args, **(kwargs or {}))
+        with self:  # in inference mode, operations arrive that consist of others, such as `item`
+            result = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if result is NotImplemented else result
 
 
 class StaticCapture:

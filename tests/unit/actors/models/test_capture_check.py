@@ -1,0 +1,78 @@
+"""A model's own code is captured only if it does the same for all values."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Lfm2Config, Lfm2ForCausalLM
+
+from actors.attention.padded import PaddedSdpa
+from actors.attention.sdpa_gather import SdpaGather
+from actors.compute.kv_cache import InputRow
+from actors.engine.runner import ModelRunner
+from actors.engine.static_step import Buckets, recording_on
+from actors.models.decoder import ModelDecoder, decoder_for
+from tests.unit.actors.tiny_models import MODELS, SIZES, twins
+
+GPU = torch.device("cuda")
+BUCKETS = Buckets((4,), rows=4, pages=4)
+
+
+def a_decoder(change: Any) -> ModelDecoder:
+    """Returns a decoder of Gemma 3 whose first MLP also applies `change`."""
+    model = MODELS["gemma3"]()
+    mlp = model.model.layers[0].mlp
+    plain = mlp.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return plain(change(x))
+
+    mlp.forward = forward
+    return ModelDecoder(model)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_code_without_reads_can_be_captured_and_stays_as_it_was(name):
+    model, twin = twins(MODELS[name], seed=1)
+    expected = ModelRunner(model, 4, 4).forward([InputRow((5, 6, 7), 0, 3, (0,))])
+    decoder = decoder_for(twin)
+    assert decoder.capture_fault() == ""
+    found = ModelRunner(twin, 4, 4, decoder=decoder).forward([InputRow((5, 6, 7), 0, 3, (0,))])
+    assert torch.equal(found.logits, expected.logits)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda x: x if bool(x.isfinite().all()) else x * 0, "_local_scalar_dense"),
+        (lambda x: x * len(x.nonzero()), "nonzero"),
+        (lambda x: torch.empty_like(x, device="meta").copy_(x), "copies between devices"),
+    ],
+)
+def test_code_that_reads_values_or_copies_to_another_device_cannot(change, reason):
+    assert reason in a_decoder(change).capture_fault()
+
+
+def test_code_that_reads_values_only_for_some_numbers_of_tokens_cannot():
+    decoder = a_decoder(lambda x: x * x.sum().item() if x.shape[1] > 8 else x)
+    assert "_local_scalar_dense" in decoder.capture_fault()
+
+
+def test_recurrent_layers_cannot_be_captured():
+    config = Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"])
+    assert "recurrent" in decoder_for(Lfm2ForCausalLM(config)).capture_fault()
+
+
+def test_no_step_is_captured_on_a_gpu_if_the_model_or_its_attention_cannot_be(caplog):
+    decoder = a_decoder(lambda x: x * x.sum().item())
+    assert recording_on(GPU, PaddedSdpa(), decoder, BUCKETS) is None
+    assert recording_on(GPU, SdpaGather(), decoder_for(MODELS["llama"]()), BUCKETS) is None
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "_local_scalar_dense" in first
+    assert "attention by gathered" in second
+
+
+def test_a_cpu_captures_nothing(caplog):
+    assert recording_on(torch.device("cpu"), PaddedSdpa(), decoder_for(MODELS["llama"]()), BUCKETS) is None
+    assert not caplog.records
