@@ -8,7 +8,8 @@ milliseconds (medians):
 
 * decode, receive: the drafter's frame becomes messages, and the scheduler stores their blocks;
 * plan, send plan: the scheduler plans the step, and the plan is encoded for the rank;
-* rank: the rank decodes the plan, encodes the forward for its followers, and encodes the outcomes;
+* rank: the rank decodes the plan, encodes the forward for its followers, packs it for the device, decides the blocks
+  from the drawn tokens, and encodes the outcomes;
 * outcomes, commit: the coordinator decodes the outcomes and commits their tokens;
 * settle: while the rank computes, the coordinator makes the verdicts, and updates statistics and draft requests;
 * encode: the verdicts are encoded for the drafter and the router.
@@ -23,21 +24,30 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from actors.compute.kv_cache import InputRow
+from actors.attention import StepShape
+from actors.attention.batch import PackedStep
+from actors.attention.padded import PaddedSdpa
+from actors.compute.kv_cache import InputRow, LayerSize, PagedCache, to_device
+from actors.engine.executor import StepExecutor
 from actors.engine.forward_codec import encode_forward
+from actors.engine.static_step import Buckets, StepBuffer
 from actors.engine.step_codec import StepDecoder, StepEncoder
+from actors.models.decoder import ForwardOutput
+from actors.sampling.draws import NO_DRAWS, Draws
 from cluster.costs import ForwardCost
 from cluster.envelope import Send
+from cluster.page_allocator import PageCopy, SlotMove
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
-from cluster.verification.step import Outcome, Row, StepPlan
+from cluster.verification.step import Outcome, StepPlan
 from protos import speculation_pb2 as pb
 from protos.codec import decode, encode
 from protos.draft_tree import DraftTree
@@ -54,6 +64,7 @@ ACCEPTED = 0.7  # probability that a draft token is accepted
 STEP_COST = ForwardCost(by_tokens=((1, 6e-3), (64, 7e-3), (256, 9e-3), (1280, 16e-3)))
 WARM_UP_STEPS = 30
 PREFILL_TOKENS = 8192
+PAGE_SIZE = 16
 CRITICAL = ("outcomes", "commit", "plan", "send plan")
 
 
@@ -70,18 +81,67 @@ class Stopwatch:
         self.seconds[name].append(time.perf_counter() - began)
 
 
+class ScriptedRunner:
+    """Prepares forwards as the leader of several ranks does, and draws scripted tokens instead of computing them."""
+
+    vocabulary = VOCABULARY
+
+    def __init__(self, sessions: int) -> None:
+        self._cache = PagedCache(1, PAGE_SIZE, {0: LayerSize(1, 1)}, torch.bfloat16, torch.device("cpu"))
+        self._backend = PaddedSdpa()
+        self._buckets = Buckets.for_sessions(sessions, MAX_LEN, PAGE_SIZE, self._backend)
+        self._buffers: dict[StepShape, StepBuffer] = {}
+        self._random = random.Random(1)
+        self.script_s = 0.0  # seconds that the last forward spent on its script
+
+    def forward(
+        self,
+        rows: Sequence[InputRow],
+        copies: Sequence[PageCopy] = (),
+        *,
+        moves: Sequence[SlotMove] = (),
+        draws: Draws = NO_DRAWS,
+    ) -> ForwardOutput:
+        encode_forward(rows, copies, moves, draws)
+        shape = self._buckets.shape(rows, draws)
+        if shape is None:  # the step runs without padding
+            to_device(PackedStep.exact(rows, self._cache, self._backend, draws).integers, self._cache.device)
+        else:
+            packed = PackedStep.padded(rows, self._cache, self._backend, shape, draws)
+            if shape not in self._buffers:
+                self._buffers[shape] = StepBuffer([len(part) for part in packed.integers], self._cache.device)
+            self._buffers[shape].write(packed.integers)
+        began = time.perf_counter()
+        tokens = torch.tensor([token for row in rows for token in self._drawn(row)])
+        self.script_s = time.perf_counter() - began
+        return ForwardOutput(torch.empty(len(tokens), 0), None, tokens=tokens)
+
+    def _drawn(self, row: InputRow) -> list[int]:
+        """Returns the next token of the text, or another one that ends it, at every position with logits."""
+        following = [*row.tokens[len(row.tokens) - row.logits + 1 :], 0]
+        return [
+            token if token and self._random.random() < ACCEPTED else self._random.randrange(10, VOCABULARY)
+            for token in following
+        ]
+
+    def read_states(self, slots: Sequence[int]) -> bytes:
+        raise NotImplementedError("no states are captured")
+
+
 class Step:
     """A target's scheduler with a scripted rank and a drafter whose blocks arrive before the verdicts."""
 
     def __init__(self, sessions: int) -> None:
         limits = VerificationLimits(
-            VOCABULARY, MAX_LEN, sessions, PREFILL_TOKENS + 8 * sessions, pages=sessions * MAX_LEN // 16
+            VOCABULARY, MAX_LEN, sessions, PREFILL_TOKENS + 8 * sessions, pages=sessions * MAX_LEN // PAGE_SIZE
         )
         self.scheduler = VerificationScheduler(limits, step_cost=STEP_COST)
         self.now = 0.0
         self._random = random.Random(1)
         self._encoder = StepEncoder()
         self._decoder = StepDecoder()
+        self._runner = ScriptedRunner(sessions)
+        self._executor = StepExecutor(self._runner, VOCABULARY)
         self._texts: dict[str, Prefix] = {}
         self._requested: dict[str, int] = {}  # draft length by session
         for index in range(sessions):
@@ -108,20 +168,18 @@ class Step:
             encode(pb.TargetToDrafter, to_drafter).SerializeToString()
             encode(pb.TargetToRouter, to_router).SerializeToString()
         self._note(sends)
-        with watch.part("rank"):
-            received = self._decoder.request(data)
-            assert isinstance(received, StepPlan)
-            rows = [InputRow(row.tokens, row.start, row.deciding, row.pages) for row in received.rows]
-            encode_forward(rows, received.copies)
-        outcomes = [self._outcome(row) for row in plan.rows if row.decide]
+        began = time.perf_counter()
+        received = self._decoder.request(data)
+        assert isinstance(received, StepPlan)
+        outcomes = self._executor.step(received)
+        data = self._decoder.outcomes(outcomes)
+        watch.seconds["rank"].append(time.perf_counter() - began - self._runner.script_s)
         frame = encode(pb.DrafterToTarget, self._blocks(plan, outcomes)).SerializeToString()
         with watch.part("decode"):
             decoded = decode(pb.DrafterToTarget.FromString(frame))
         with watch.part("receive"):
             for message in decoded.messages:
                 self.scheduler.receive(DRAFTER, message, self.now)
-        with watch.part("rank"):
-            data = self._decoder.outcomes(outcomes)
         seconds = STEP_COST.seconds(len(plan.rows), sum(len(row.tokens) for row in plan.rows))
         self.now += seconds
         with watch.part("outcomes"):
@@ -133,12 +191,6 @@ class Step:
         for _, message in sends:
             if isinstance(message, DraftRequest):
                 self._requested[message.session] = message.max_tokens
-
-    def _outcome(self, row: Row) -> Outcome:
-        accepted = 0
-        while accepted < row.drafted and self._random.random() < ACCEPTED:
-            accepted += 1
-        return Outcome(row.session, tuple(range(accepted)), self._random.randrange(10, VOCABULARY))
 
     def _blocks(self, plan: StepPlan, outcomes: list[Outcome]) -> list[Block]:
         """Returns the blocks for the resulting texts, as if drafted ahead of the verdicts."""
