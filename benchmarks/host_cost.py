@@ -32,10 +32,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from actors.attention import StepShape
+from actors.attention import ScoreOptions, StepShape
 from actors.attention.batch import PackedStep
-from actors.attention.padded import PaddedSdpa
+from actors.attention.paged import Paged, StepTensors
 from actors.compute.kv_cache import InputRow, LayerSize, PagedCache, to_device
 from actors.engine.executor import StepExecutor
 from actors.engine.forward_codec import encode_forward
@@ -81,6 +82,10 @@ class Stopwatch:
         self.seconds[name].append(time.perf_counter() - began)
 
 
+def not_attending(step: StepTensors, query: Tensor, pool: Tensor, page_size: int, options: ScoreOptions) -> Tensor:
+    raise NotImplementedError("only the host's work is measured")
+
+
 class ScriptedRunner:
     """Prepares forwards as the leader of several ranks does, and draws scripted tokens instead of computing them."""
 
@@ -88,7 +93,7 @@ class ScriptedRunner:
 
     def __init__(self, sessions: int) -> None:
         self._cache = PagedCache(1, PAGE_SIZE, {0: LayerSize(1, 1)}, torch.bfloat16, torch.device("cpu"))
-        self._backend = PaddedSdpa()
+        self._backend = Paged(not_attending)
         self._buckets = Buckets.for_sessions(sessions, MAX_LEN, PAGE_SIZE, self._backend)
         self._buffers: dict[StepShape, StepBuffer] = {}
         self._random = random.Random(1)

@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from actors.attention.flat_rows import FlatRows, Integers
 from actors.compute.kv_cache import InputRow, PagedCache
 
 
@@ -62,10 +63,9 @@ class StepSizes:
     pages: int  # per row
 
     @classmethod
-    def of(cls, rows: Sequence[InputRow], page_size: int) -> "StepSizes":
+    def of(cls, flat: FlatRows) -> "StepSizes":
         """Returns the sizes without padding."""
-        pages = max(-(-row.end // page_size) for row in rows)
-        return StepSizes(sum(len(row.tokens) for row in rows), len(rows), pages)
+        return StepSizes(len(flat), *flat.tables.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class AttentionPlan(Protocol):
     """
 
     @property
-    def integers(self) -> Sequence[Sequence[int]]: ...
+    def integers(self) -> Sequence[Sequence[int] | Integers]: ...
 
     def place(self, parts: Sequence[Tensor]) -> None: ...
 
@@ -118,7 +118,7 @@ class AttentionBackend(Protocol):
 class PaddedBackend(AttentionBackend, Protocol):
     """Attention kernel that can be captured."""
 
-    def padded_plan(self, rows: Sequence[InputRow], cache: PagedCache, shape: StepShape) -> AttentionPlan:
+    def padded_plan(self, flat: FlatRows, cache: PagedCache, shape: StepShape) -> AttentionPlan:
         """Returns a plan that attends `shape.tokens` queries, of which padding gets zeros.
 
         Its `integers` are those of `paged.step_integers`. All operations from `place` on depend on the shape alone.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from actors.attention import AttentionBackend, AttentionPlan, PaddedBackend, ScoreOptions, StepShape
+from actors.attention.flat_rows import FlatRows, Integers, padded
 from actors.attention.paged import parts_at
 from actors.compute.kv_cache import InputRow, PagedCache, to_device
 from actors.compute.recurrent_states import Advance
@@ -38,7 +39,7 @@ class PackedStep:
     rows: Sequence[InputRow]
     cache: PagedCache
     plan: AttentionPlan
-    integers: list[Sequence[int]]
+    integers: list[Sequence[int] | Integers]
 
     @classmethod
     def exact(
@@ -46,7 +47,9 @@ class PackedStep:
     ) -> Self:
         """Packs a step without padding."""
         plan = backend.plan(rows, cache)
-        return cls(rows, cache, plan, [*_integers(rows, cache.page_size), *draws.integers, *plan.integers])
+        flat = FlatRows(rows, cache.page_size)
+        lists = [flat.tokens, flat.positions, flat.written, flat.logit_at]
+        return cls(rows, cache, plan, [*lists, *draws.integers, *plan.integers])
 
     @classmethod
     def padded(
@@ -56,12 +59,15 @@ class PackedStep:
 
         Recurrent layers are not supported.
         """
-        plan = backend.padded_plan(rows, cache, shape)
-        fills = (0, 0, cache.scrap_slot, 0)
-        sizes = (shape.tokens, shape.tokens, shape.tokens, shape.positions)
-        lists = zip(_integers(rows, cache.page_size), fills, sizes, strict=True)
-        padded = [[*part, *[fill] * (size - len(part))] for part, fill, size in lists]
-        return cls(rows, cache, plan, [*padded, *draws.padded(shape.sampled, shape.positions), *plan.integers])
+        flat = FlatRows(rows, cache.page_size)
+        plan = backend.padded_plan(flat, cache, shape)
+        lists = [
+            padded(flat.tokens, shape.tokens),
+            padded(flat.positions, shape.tokens),
+            padded(flat.written, shape.tokens, cache.scrap_slot),
+            padded(flat.logit_at, shape.positions),
+        ]
+        return cls(rows, cache, plan, [*lists, *draws.padded(shape.sampled, shape.positions), *plan.integers])
 
 
 class RaggedBatch:
@@ -151,7 +157,7 @@ class PackedChain:
         return cls(PackedStep.padded(lasts, cache, backend, shape, NO_DRAWS), places)
 
     @property
-    def integers(self) -> list[Sequence[int]]:
+    def integers(self) -> list[Sequence[int] | Integers]:
         return [*chain.from_iterable(self.places), *self.last.integers]
 
     def split(self, parts: Sequence[Tensor]) -> tuple[list[Sequence[Tensor]], Sequence[Tensor]]:
@@ -179,18 +185,3 @@ def exact_batch(
     batch = RaggedBatch(step, to_device(step.integers, cache.device), interrupted)
     batch.place()
     return batch
-
-
-def _integers(rows: Sequence[InputRow], page_size: int) -> list[list[int]]:
-    """Returns tokens, positions, slots to write, and the indices in the flat batch at which logits are requested."""
-    logit_at: list[int] = []
-    end = 0
-    for row in rows:
-        end += len(row.tokens)
-        logit_at += range(end - row.logits, end)
-    return [
-        [token for row in rows for token in row.tokens],
-        [at for row in rows for at in row.positions],
-        [row.pages[at // page_size] * page_size + at % page_size for row in rows for at in row.slots],
-        logit_at,
-    ]

@@ -11,25 +11,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.attention import ScoreOptions, StepShape
-from actors.attention.paged import WORD, WORDS, step_integers, step_tensors
+from actors.attention.flat_rows import WORD, WORDS, FlatRows
+from actors.attention.paged import step_integers, step_tensors
 from actors.attention.sdpa_gather import SdpaGather
-from actors.compute.kv_cache import InputRow, PagedCache
+from actors.compute.kv_cache import PagedCache
 
 
 class PaddedSdpa(SdpaGather):
     """Backend whose padded plans have fixed shapes; its other plans are those of `SdpaGather`."""
 
-    def padded_plan(self, rows: Sequence[InputRow], cache: PagedCache, shape: StepShape) -> "PaddedSdpaPlan":
-        return PaddedSdpaPlan(rows, cache.page_size, shape)
+    def padded_plan(self, flat: FlatRows, cache: PagedCache, shape: StepShape) -> "PaddedSdpaPlan":
+        return PaddedSdpaPlan(flat, cache.page_size, shape)
 
 
 class PaddedSdpaPlan:
     """Attends every token to all slots of its row's page table."""
 
-    def __init__(self, rows: Sequence[InputRow], page_size: int, shape: StepShape) -> None:
+    def __init__(self, flat: FlatRows, page_size: int, shape: StepShape) -> None:
         self._page_size = page_size
         self._shape = shape
-        self.integers = step_integers(rows, page_size, shape)
+        self.integers = step_integers(flat, shape)
 
     def place(self, parts: Sequence[Tensor]) -> None:
         step = step_tensors(parts, self._shape)

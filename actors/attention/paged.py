@@ -8,20 +8,17 @@ Triton comes with torch's CUDA builds. Only `paged_for` imports it, and only for
 """
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from actors.attention import ScoreOptions, StepShape, StepSizes
+from actors.attention.flat_rows import WORDS, FlatRows, Integers, padded
 from actors.compute.kv_cache import InputRow, PagedCache
-from protos.draft_tree import MAX_BLOCK_TOKENS
-
-WORD = 64  # nodes per word of ancestor bits
-WORDS = -(-MAX_BLOCK_TOKENS // WORD)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,19 +37,19 @@ class StepTensors:
     block_table: Tensor  # (rows, pages): pages of each row, in order
 
 
-def step_integers(rows: Sequence[InputRow], page_size: int, sizes: StepSizes) -> list[list[int]]:
+def step_integers(flat: FlatRows, sizes: StepSizes) -> list[Integers]:
     """Returns the contents of `StepTensors`, flat and in order, with padding to `sizes`."""
-    assert sum(len(row.tokens) for row in rows) <= sizes.tokens, "more tokens than the step has"
-    assert len(rows) <= sizes.rows, "more rows than the step has"
-    used = [row.pages[: -(-row.end // page_size)] for row in rows]
-    starts = [0, *accumulate(len(row.tokens) for row in rows)]
+    block_table = np.zeros((sizes.rows, sizes.pages), np.int64)
+    rows, pages = flat.tables.shape
+    assert rows <= sizes.rows, "more rows than the step has"
+    block_table[:rows, :pages] = flat.tables
     return [
-        _padded([at for row in rows for at in row.positions], sizes.tokens),
-        _padded([at + 1 for row in rows for at in row.seen], sizes.tokens),
-        _padded([at + 1 for row in rows for at in row.slots], sizes.tokens),
-        _padded([word for row in rows for word in _ancestor_words(row)], sizes.tokens * WORDS),
-        _padded(starts, sizes.rows + 1, starts[-1]),
-        _padded([page for pages in used for page in _padded(pages, sizes.pages)], sizes.rows * sizes.pages),
+        padded(flat.positions, sizes.tokens),
+        padded(flat.prefixes, sizes.tokens),
+        padded(flat.slots + 1, sizes.tokens),
+        padded(flat.ancestors.ravel(), sizes.tokens * WORDS),
+        padded(flat.starts, sizes.rows + 1, len(flat)),
+        block_table.ravel(),
     ]
 
 
@@ -90,20 +87,21 @@ class Paged:
         self._attend = attend
 
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> "PagedPlan":
-        return PagedPlan(rows, cache.page_size, StepSizes.of(rows, cache.page_size), self._attend)
+        flat = FlatRows(rows, cache.page_size)
+        return PagedPlan(flat, cache.page_size, StepSizes.of(flat), self._attend)
 
-    def padded_plan(self, rows: Sequence[InputRow], cache: PagedCache, shape: StepShape) -> "PagedPlan":
-        return PagedPlan(rows, cache.page_size, shape, self._attend)
+    def padded_plan(self, flat: FlatRows, cache: PagedCache, shape: StepShape) -> "PagedPlan":
+        return PagedPlan(flat, cache.page_size, shape, self._attend)
 
 
 class PagedPlan:
     """Makes one call per layer for all rows, padded to `sizes`."""
 
-    def __init__(self, rows: Sequence[InputRow], page_size: int, sizes: StepSizes, attend: AttendStep) -> None:
+    def __init__(self, flat: FlatRows, page_size: int, sizes: StepSizes, attend: AttendStep) -> None:
         self._attend = attend
         self._page_size = page_size
         self._sizes = sizes
-        self.integers = step_integers(rows, page_size, sizes)
+        self.integers = step_integers(flat, sizes)
 
     def place(self, parts: Sequence[Tensor]) -> None:
         self._step = step_tensors(parts, self._sizes)
@@ -117,17 +115,3 @@ def paged_for(device: torch.device) -> Paged:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise RuntimeError("the kernel needs compute capability 8.0; use flashinfer")
     return Paged(importlib.import_module("actors.attention.paged_kernel").attend)
-
-
-def _ancestor_words(row: InputRow) -> Iterable[int]:
-    """Yields WORDS signed words per token: the nodes on its path, 0 for a token before the tree."""
-    yield from [0] * (WORDS * (len(row.tokens) - len(row.parents)))
-    for path in row.tree.paths:
-        bits = sum(1 << node for node in path)
-        for word in range(WORDS):
-            part = (bits >> (WORD * word)) & ((1 << WORD) - 1)
-            yield part - (part >> (WORD - 1) << WORD)
-
-
-def _padded(numbers: Sequence[int], count: int, padding: int = 0) -> list[int]:
-    return [*numbers, *[padding] * (count - len(numbers))]

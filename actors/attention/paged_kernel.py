@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from actors.attention import ScoreOptions
-from actors.attention.paged import WORD, WORDS, StepTensors
+from actors.attention.flat_rows import WORD, WORDS
+from actors.attention.paged import StepTensors
 
 SPLIT = 512  # keys per partial result
 WORKSPACE_BYTES = 256 << 20  # limit on partial results; beyond it, each program processes all splits of its queries

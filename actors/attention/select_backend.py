@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from actors.attention import AttentionBackend, AttentionPlan, PaddedBackend, ScoreOptions, StepShape
 from actors.attention.batch import PackedStep, RaggedBatch, exact_batch
 from actors.attention.flashinfer import flashinfer_for
+from actors.attention.flat_rows import FlatRows
 from actors.attention.paged import paged_for
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.varlen import varlen_for
@@ -331,8 +332,8 @@ class ChainsAndTrees(Generic[Backend]):
 class PaddedChainsAndTrees(ChainsAndTrees[PaddedBackend]):
     """Uses two backends that can be captured. A shape selects one, so steps with trees need their own shapes."""
 
-    def padded_plan(self, rows: Sequence[InputRow], cache: PagedCache, shape: StepShape) -> AttentionPlan:
-        return (self._trees if shape.trees else self._chains).padded_plan(rows, cache, shape)
+    def padded_plan(self, flat: FlatRows, cache: PagedCache, shape: StepShape) -> AttentionPlan:
+        return (self._trees if shape.trees else self._chains).padded_plan(flat, cache, shape)
 
 
 def combine(chains: AttentionBackend, trees: AttentionBackend) -> AttentionBackend:

@@ -13,6 +13,7 @@ from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from actors.attention import ScoreOptions, StepShape, StepSizes, pages_of
+from actors.attention.flat_rows import FlatRows
 from actors.attention.paged import step_integers, step_tensors
 from actors.compute.kv_cache import InputRow, PagedCache
 
@@ -29,12 +30,13 @@ class Varlen:
         self._kernel = kernel
 
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> "VarlenPlan":
-        sizes = StepSizes.of(rows, cache.page_size)
-        most = max(len(row.tokens) for row in rows)
-        return VarlenPlan(rows, cache.page_size, sizes, self._kernel, most, max(row.end for row in rows))
+        flat = FlatRows(rows, cache.page_size)
+        longest = max(len(row.tokens) for row in rows)
+        most_keys = max(row.end for row in rows)
+        return VarlenPlan(flat, cache.page_size, StepSizes.of(flat), self._kernel, longest, most_keys)
 
-    def padded_plan(self, rows: Sequence[InputRow], cache: PagedCache, shape: StepShape) -> "VarlenPlan":
-        return VarlenPlan(rows, cache.page_size, shape, self._kernel, shape.tokens, shape.pages * cache.page_size)
+    def padded_plan(self, flat: FlatRows, cache: PagedCache, shape: StepShape) -> "VarlenPlan":
+        return VarlenPlan(flat, cache.page_size, shape, self._kernel, shape.tokens, shape.pages * cache.page_size)
 
 
 class VarlenPlan:
@@ -42,20 +44,20 @@ class VarlenPlan:
 
     def __init__(
         self,
-        rows: Sequence[InputRow],
+        flat: FlatRows,
         page_size: int,
         sizes: StepSizes,
         kernel: Callable[..., Any],
         max_queries: int,  # bounds of a row's queries and keys, which the kernel divides among its blocks
         max_keys: int,
     ) -> None:
-        assert not any(row.parents for row in rows), "this kernel supports only chains"
+        assert not flat.ancestors.any(), "this kernel supports only chains"
         self._kernel = kernel
         self._page_size = page_size
         self._sizes = sizes
         self._max_queries = max_queries
         self._max_keys = max_keys
-        self.integers = step_integers(rows, page_size, sizes)
+        self.integers = step_integers(flat, sizes)
 
     def place(self, parts: Sequence[Tensor]) -> None:
         step = step_tensors(parts, self._sizes)

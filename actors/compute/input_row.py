@@ -1,13 +1,44 @@
 """One session's tokens in a step, with the cache pages of its text."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import field
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from protos.draft_tree import DraftTree
+from protos.frozen import value
 
 
-@dataclass(frozen=True, slots=True)
+class PageTable(tuple[int, ...]):
+    """Pages of a session's slots, in order. Its array is made once, since a long text has thousands of pages."""
+
+    @cached_property
+    def numbers(self) -> npt.NDArray[np.int64]:
+        return np.array(self, np.int64)
+
+    @classmethod
+    def of(cls, numbers: npt.NDArray[np.int64]) -> "PageTable":
+        """Creates a table from its array."""
+        table = cls(numbers.tolist())
+        table.numbers = numbers
+        return table
+
+    def resumed(self, kept: int, further: Sequence[int]) -> "PageTable":
+        """Returns a table of the first `kept` pages and further ones."""
+        table = PageTable(self[:kept] + tuple(further))
+        table.numbers = np.concatenate([self.numbers[:kept], np.array(further, np.int64)])
+        return table
+
+
+def page_numbers(pages: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Returns a page table as an array."""
+    return pages.numbers if isinstance(pages, PageTable) else np.array(pages, np.int64)
+
+
+@value
 class InputRow:
     """Tokens to feed at slots start, start + 1, ... of `pages`. The last `logits` tokens yield logits.
 

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,15 +20,20 @@ from cluster.page_allocator import PageCopy, SlotMove
 
 
 def to_device(
-    parts: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64
+    parts: Sequence[Sequence[float] | npt.NDArray[np.int64]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> tuple[Tensor, ...]:
     """Copies the parts to a device in one operation; returns them as one-dimensional views of one tensor.
 
     A copy to a GPU uses pinned memory and is asynchronous; torch keeps that memory until the copy completes.
     """
-    numbers = [number for part in parts for number in part]
-    host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
-    return torch.split(host.to(device, non_blocking=True), [len(part) for part in parts])
+    sizes = [len(part) for part in parts]
+    host = torch.empty(sum(sizes), dtype=dtype, pin_memory=device.type == "cuda")
+    numbers = host.numpy()
+    at = 0
+    for part, size in zip(parts, sizes, strict=True):
+        numbers[at : at + size] = part
+        at += size
+    return torch.split(host.to(device, non_blocking=True), sizes)
 
 
 class LayerSize(NamedTuple):

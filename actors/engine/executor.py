@@ -151,31 +151,23 @@ class StepExecutor:
             session = self._sessions[row.session]
             prompt_scores = session.take_prompt_scores()
             first = at
-            at += row.deciding
-            accepted = [row.draft.tokens[node] for node in decision.path]
-            session.tokens[row.base_len :] = accepted
+            at += block.positions
+            session.tokens[block.at.position :] = [row.draft.tokens[node] for node in decision.path]
             if not decision.is_finite or any(math.isnan(score.logprob) for score in prompt_scores):
                 outcomes.append(Outcome(row.session, (), 0, is_finite=False))
                 continue
-            near = self._margin(row, block, logits, first)
+            rival = session.open.rival
             outcomes.append(
                 Outcome(
                     row.session,
                     decision.path,
                     decision.next_token,
-                    near,
+                    None if rival is None else margin(logits[first], block.sampling, block.chain, block.at, rival),
                     scores=row_scores,
                     prompt_scores=prompt_scores,
                 )
             )
         return with_states_of_rows(rows, outcomes, self._runner.read_states)
-
-    def _margin(self, row: Row, block: PendingBlock, logits: Tensor, first: int) -> float | None:
-        """Returns the margin against an audit's rival token at the block's first position; None without an audit."""
-        rival = self._sessions[row.session].open.rival
-        if rival is None:
-            return None
-        return margin(logits[first], block.sampling, block.chain, block.at, rival)
 
     def _block(self, row: Row) -> PendingBlock:
         session = self._sessions[row.session]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from actors.attention import PaddedBackend, StepShape
 from actors.attention.batch import PackedChain
+from actors.attention.flat_rows import Integers
 from actors.compute.kv_cache import InputRow, PagedCache
 from actors.engine.static_step import Recording, Step, StepBuffer
 
@@ -107,7 +108,7 @@ class StaticChain:
 
     def _integers(
         self, packed: PackedChain, inputs: Sequence[Sequence[Sequence[int]]], size: int
-    ) -> list[Sequence[int]]:
+    ) -> list[Sequence[int] | Integers]:
         """Returns the choices' inputs, padded with zeros, then the integers of the steps."""
         padded = [[*part, *[0] * (size - len(part))] for part in chain.from_iterable(inputs)]
         return [*padded, *packed.integers]

@@ -9,7 +9,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from actors.attention import AttentionBackend, PaddedBackend, StepShape
 from actors.attention.batch import PackedStep, RaggedBatch
+from actors.attention.flat_rows import Integers
 from actors.attention.select_backend import ChainsAndTrees
 from actors.compute.capture import Capture, CudaCapture
 from actors.compute.kv_cache import InputRow, PagedCache
@@ -86,11 +87,11 @@ class StepBuffer:
         self._copied = None if is_shared else torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.parts = torch.split(on_device, list(sizes))
 
-    def write(self, lists: Sequence[Sequence[int]]) -> None:
+    def write(self, lists: Sequence[Sequence[int] | Integers]) -> None:
         """Copies lists of the sizes of `parts` to the device."""
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy may still read host memory
-        self._numbers[:] = np.fromiter(chain.from_iterable(lists), np.int64, len(self._numbers))
+        np.concatenate([np.asarray(part, np.int64) for part in lists], out=self._numbers)
         if self._copied is not None:
             self._on_device.copy_(self._host, non_blocking=True)
             self._copied.record()

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from actors.compute.input_row import PageTable
 from cluster.page_allocator import PageCopy, SlotMove
 from cluster.verification.step import Outcome, Row, StateRead, StepPlan
 from protos import speculation_pb2 as pb
@@ -141,7 +142,7 @@ class StepDecoder:
 
     def __init__(self) -> None:
         self._names: list[str] = []  # session by slot
-        self._pages: list[tuple[int, ...]] = []  # page table by slot
+        self._pages: list[PageTable] = []  # page table by slot
 
     def request(self, data: bytes) -> StepPlan | StateRead:
         """Decodes a request; the state read names no session."""
@@ -158,9 +159,9 @@ class StepDecoder:
         for slot, request in zip(numbers[at : at + open_count], opens, strict=True):
             if slot == len(self._names):
                 self._names.append("")
-                self._pages.append(())
+                self._pages.append(PageTable())
             self._names[slot] = request.session
-            self._pages[slot] = ()
+            self._pages[slot] = PageTable()
         at += open_count
         rows = []
         for _ in range(row_count):
@@ -170,7 +171,7 @@ class StepDecoder:
             fed = tuple(numbers[at:end])
             if first < pages or pages != len(self._pages[slot]):
                 at = end + pages - first
-                self._pages[slot] = self._pages[slot][:first] + tuple(numbers[end:at])
+                self._pages[slot] = self._pages[slot].resumed(first, numbers[end:at])
             else:
                 at = end
             draft = NO_TREE

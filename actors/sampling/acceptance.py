@@ -30,10 +30,11 @@ from actors.sampling.gumbel import Purpose, gumbel_argmaxes, gumbel_argmaxes_amo
 from actors.sampling.logits_processors import ProcessorChain, paths_of
 from actors.sampling.truncation import Filters, Restricted, restrict
 from protos.draft_tree import DraftTree, SparseProbs
+from protos.frozen import value
 from protos.messages import Acceptance, Sampling
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DrawAddress:
     """Address of a session's noise; `position` is the position of the first token to decide."""
 
@@ -45,7 +46,7 @@ class DrawAddress:
         return key(self.seed, self.choice, self.position + offset, purpose)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BlockDecision:
     """Accepted nodes, as a `path` from the root, and the recovered or bonus token, `next_token`.
 
@@ -69,11 +70,14 @@ def match(own: Sequence[int], draft: DraftTree) -> BlockDecision:
     """Walks from the root to the child that equals the target's own draw, and accepts it, until no child matches."""
     path: list[int] = []
     last = -1
-    for node, parent in enumerate(draft.parents):  # children have higher indices than their parents
-        if parent == last and draft.tokens[node] == own[last + 1]:
+    drawn = own[0]
+    # Children have higher indices than their parents.
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        if token == drawn and parent == last:
             path.append(node)
             last = node
-    return BlockDecision(tuple(path), own[last + 1])
+            drawn = own[node + 1]
+    return BlockDecision(tuple(path), drawn)
 
 
 def distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> dict[int, float]:
@@ -85,7 +89,7 @@ def distribution(draft_probs: SparseProbs | None, offset: int, token: int) -> di
     return {token_id: weight / total for token_id, weight in pairs if weight > 0}
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PendingBlock:
     """One session's block: zero or more draft tokens to verify, and one further token to draw."""
 
@@ -97,7 +101,7 @@ class PendingBlock:
 
     @property
     def positions(self) -> int:
-        return len(self.draft) + 1
+        return len(self.draft.tokens) + 1
 
     @property
     def draw_keys(self) -> list[int]:
@@ -164,11 +168,13 @@ def decide(blocks: Sequence[PendingBlock], logits: Tensor, tokens: Tensor | None
     """
     if not blocks:
         return []
-    row_ranges = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
-    decisions: list[BlockDecision | None] = [None] * len(blocks)
     if tokens is None:
         tokens = draw_tokens(logits, DrawsOnDevice.of(to_device(draws_of(blocks).integers, logits.device)))
     drawn = [index for index, block in enumerate(blocks) if block.is_drawn_in_step]
+    if len(drawn) == len(blocks):  # the usual case
+        return _matched(blocks, tokens.tolist())
+    row_ranges = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
+    decisions: list[BlockDecision | None] = [None] * len(blocks)
     for exhaustive in (False, True):
         done = set() if exhaustive else set(drawn)
         others = [index for index, decision in enumerate(decisions) if decision is None and index not in done]
@@ -254,20 +260,29 @@ def _match(blocks: Sequence[PendingBlock], own: Tensor, is_exact: Tensor | None)
     total = len(own)
 
     def read(numbers: list[int]) -> list[BlockDecision | None]:
-        decisions: list[BlockDecision | None] = []
-        begin = 0
-        for block in blocks:
-            end = begin + block.positions
-            tokens = numbers[begin:end]
-            is_sure = all(numbers[total + begin : total + end])  # empty, hence True, without filters
-            if NOT_FINITE in tokens:
-                decisions.append(NOT_DECIDED)
-            else:
-                decisions.append(match(tokens, block.draft) if is_sure else None)
-            begin = end
-        return decisions
+        decisions = _matched(blocks, numbers[:total])
+        if is_exact is None:
+            return [*decisions]
+        sure = iter(numbers[total:])
+        are_sure = [all([*islice(sure, block.positions)]) for block in blocks]
+        return [
+            decision if is_sure or not decision.is_finite else None
+            for decision, is_sure in zip(decisions, are_sure, strict=True)
+        ]
 
     return _OnDevice(own if is_exact is None else torch.cat([own, is_exact]), read)
+
+
+def _matched(blocks: Sequence[PendingBlock], own: list[int]) -> list[BlockDecision]:
+    """Decides blocks by the target's own draws at all their positions."""
+    decisions = []
+    begin = 0
+    for block in blocks:
+        end = begin + len(block.draft.tokens) + 1
+        tokens = own[begin:end]
+        decisions.append(NOT_DECIDED if NOT_FINITE in tokens else match(tokens, block.draft))
+        begin = end
+    return decisions
 
 
 class _Grid:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -40,9 +41,13 @@ class Draws:
     needs_logits: bool = True
 
     @property
-    def integers(self) -> list[Sequence[int]]:
+    def integers(self) -> list[npt.NDArray[np.int64]]:
         """Returns the fields as integers, temperatures as the bits of a float64."""
-        return [self.sampled, self.keys, np.array(self.temperatures, np.float64).view(np.int64).tolist()]
+        return [
+            np.array(self.sampled, np.int64),
+            np.array(self.keys, np.int64),
+            np.array(self.temperatures, np.float64).view(np.int64),
+        ]
 
     @classmethod
     def of(cls, integers: Sequence[int], needs_logits: bool) -> Self:
@@ -51,11 +56,13 @@ class Draws:
         temperatures = bits.view(np.float64)
         return cls(tuple(sampled.tolist()), tuple(keys.tolist()), tuple(temperatures.tolist()), needs_logits)
 
-    def padded(self, count: int, positions: int) -> list[Sequence[int]]:
+    def padded(self, count: int, positions: int) -> list[npt.NDArray[np.int64]]:
         """Returns `integers` of `count` draws; those of padding have the index `positions`, which does not exist."""
-        missing = count - len(self.sampled)
-        fills = (positions, 0, 0)
-        return [[*part, *[fill] * missing] for part, fill in zip(self.integers, fills, strict=True)]
+        lists = np.zeros((DRAW_LISTS, count), np.int64)
+        lists[0] = positions
+        for part, own in zip(lists, self.integers, strict=True):
+            part[: len(own)] = own
+        return list(lists)
 
 
 NO_DRAWS = Draws()

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from actors.attention import AttentionBackend, ScoreOptions, StepSizes
 from actors.attention.flashinfer import flashinfer_for
+from actors.attention.flat_rows import FlatRows
 from actors.attention.paged import paged_for, step_integers, step_tensors
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import BACKEND_ERRORS, TOLERANCE, AttentionShape, Trial, choose_attention
@@ -75,7 +76,7 @@ def test_a_captured_kernel_serves_other_steps_with_the_bits_of_each_row_alone(de
     ]
 
     def numbers(rows: list[InputRow]) -> list[torch.Tensor]:
-        return [torch.tensor(part, device=device) for part in step_integers(rows, PAGE_SIZE, sizes)]
+        return [torch.tensor(part, device=device) for part in step_integers(FlatRows(rows, PAGE_SIZE), sizes)]
 
     fixed = numbers(steps[0])
     step = step_tensors(fixed, sizes)
@@ -96,7 +97,7 @@ def test_a_captured_kernel_serves_other_steps_with_the_bits_of_each_row_alone(de
         for row in rows:
             own = slice(begin, begin + len(row.tokens))
             alone = step_tensors(
-                [torch.tensor(part, device=device) for part in step_integers([row], PAGE_SIZE, sizes)], sizes
+                [torch.tensor(part, device=device) for part in step_integers(FlatRows([row], PAGE_SIZE), sizes)], sizes
             )
             padded = torch.cat([query[own], query[: 64 - len(row.tokens)]])
             assert torch.equal(captured[own], attend(alone, padded, pool, PAGE_SIZE, ScoreOptions())[: len(row.tokens)])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from actors.attention import AttentionBackend, ScoreOptions, StepSizes
 from actors.attention.batch import exact_batch
+from actors.attention.flat_rows import FlatRows
 from actors.attention.paged import Paged, step_integers, step_tensors
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import TOLERANCE
@@ -182,7 +183,7 @@ def written(case: Case, dtype: torch.dtype = torch.float32) -> tuple[PagedCache,
 
 
 def placed(case: Case, sizes: StepSizes) -> list[Tensor]:
-    return [torch.tensor(part) for part in step_integers(case.rows, case.page_size, sizes)]
+    return [torch.tensor(part) for part in step_integers(FlatRows(case.rows, case.page_size), sizes)]
 
 
 @settings(max_examples=8, deadline=None)
@@ -192,7 +193,7 @@ def test_fixed_tensors_serve_any_step_with_poisoned_padding(paged, seed):
     from actors.attention.paged_kernel import attend
 
     first = a_case(seed)
-    exact = StepSizes.of(first.rows, first.page_size)
+    exact = StepSizes.of(FlatRows(first.rows, first.page_size))
     sizes = StepSizes(exact.tokens + 13, exact.rows + 3, exact.pages + 30)
     parts = placed(first, sizes)
     step = step_tensors(parts, sizes)
@@ -218,7 +219,7 @@ def test_one_pass_and_partial_results_have_the_same_bits(paged, seed, dtype):
     from actors.attention.paged_kernel import attend
 
     case = a_case(seed)
-    exact = StepSizes.of(case.rows, case.page_size)
+    exact = StepSizes.of(FlatRows(case.rows, case.page_size))
     sizes = StepSizes(exact.tokens + 2, exact.rows + 1, exact.pages + 512 // case.page_size)
     step = step_tensors(placed(case, sizes), sizes)
     cache, query = written(case, dtype)
@@ -243,17 +244,17 @@ def test_nan_of_a_row_shows_in_its_own_result_only(paged):
 def test_padding_must_hold_the_step():
     """Needs no Triton."""
     rows = [InputRow((1, 2), 0, 1, (0,)), InputRow((3,), 0, 1, (1,))]
-    assert StepSizes.of(rows, 16) == StepSizes(3, 2, 1)
+    assert StepSizes.of(FlatRows(rows, 16)) == StepSizes(3, 2, 1)
     for sizes in (StepSizes(2, 2, 1), StepSizes(3, 1, 1)):
         with pytest.raises(AssertionError, match="more"):
-            step_integers(rows, 16, sizes)
+            step_integers(FlatRows(rows, 16), sizes)
 
 
 def test_step_tensors_of_a_chain_and_a_tree():
     """Needs no Triton."""
     rows = [InputRow((1, 2), 6, 1, (5, 3)), InputRow((1, 2, 3, 4), 2, 1, (7, 8), (-1, 0, -1))]
     sizes = StepSizes(8, 3, 3)
-    step = step_tensors([torch.tensor(part) for part in step_integers(rows, 4, sizes)], sizes)
+    step = step_tensors([torch.tensor(part) for part in step_integers(FlatRows(rows, 4), sizes)], sizes)
     assert step.positions.tolist() == [6, 7, 2, 3, 4, 3, 0, 0]
     assert step.prefixes.tolist() == [7, 8, 3, 3, 3, 3, 0, 0]
     assert step.stops.tolist() == [7, 8, 3, 4, 5, 6, 0, 0]
@@ -267,6 +268,6 @@ def test_ancestors_fill_both_words():
     """Node 63 sets the sign bit of the first word. Needs no Triton."""
     nodes = 70
     row = InputRow((1,) * (nodes + 1), 0, 1, (0, 1, 2, 3, 4), tuple(range(-1, nodes - 1)))
-    sizes = StepSizes.of([row], 16)
-    last = step_tensors([torch.tensor(part) for part in step_integers([row], 16, sizes)], sizes).ancestors[-1]
+    sizes = StepSizes.of(FlatRows([row], 16))
+    last = step_tensors([torch.tensor(part) for part in step_integers(FlatRows([row], 16), sizes)], sizes).ancestors[-1]
     assert last.tolist() == [-1, (1 << 6) - 1]

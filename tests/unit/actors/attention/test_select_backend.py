@@ -11,6 +11,7 @@ from torch import Tensor
 
 from actors.attention import AttentionBackend, PaddedBackend, ScoreOptions, StepShape
 from actors.attention.flashinfer import FlashInfer
+from actors.attention.flat_rows import FlatRows
 from actors.attention.padded import PaddedSdpa, PaddedSdpaPlan
 from actors.attention.sdpa_gather import SdpaGather, SdpaGatherPlan
 from actors.attention.select_backend import (
@@ -239,7 +240,7 @@ class TimedPadded(PaddedSdpa):
     def plan(self, rows: Sequence[InputRow], cache: PagedCache) -> SdpaGatherPlan:
         return TimedBackend(self.name, self.clock, self.seconds).plan(rows, cache)
 
-    def padded_plan(self, rows: Sequence[InputRow], cache: PagedCache, shape: StepShape) -> PaddedSdpaPlan:
+    def padded_plan(self, flat: FlatRows, cache: PagedCache, shape: StepShape) -> PaddedSdpaPlan:
         paced = self
 
         class Plan(PaddedSdpaPlan):
@@ -247,7 +248,7 @@ class TimedPadded(PaddedSdpa):
                 paced.clock.now += paced.padded_seconds
                 return paced.change(super().__call__(query, pool, options))
 
-        return Plan(rows, cache.page_size, shape)
+        return Plan(flat, cache.page_size, shape)
 
 
 def test_captured_backends_are_preferred_and_measured_as_they_are_captured():

@@ -1,0 +1,82 @@
+"""Flattens a step's rows into arrays: one entry per token, whatever row it belongs to.
+
+The arrays of chains follow from each row's start and length, so no operation runs per token. Rows with trees are
+computed one at a time.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.compute.input_row import InputRow, page_numbers
+from protos.draft_tree import MAX_BLOCK_TOKENS
+
+Integers = npt.NDArray[np.int64]
+WORD = 64  # nodes per word of ancestor bits
+WORDS = -(-MAX_BLOCK_TOKENS // WORD)
+
+
+class FlatRows:
+    """Tokens, slots and attended slots of a step's rows, as int64 arrays, each (tokens,) unless stated otherwise."""
+
+    def __init__(self, rows: Sequence[InputRow], page_size: int) -> None:
+        counts = _array([len(row.tokens) for row in rows])
+        # (rows + 1,): first token of each row, then the number of tokens
+        self.starts = np.zeros(len(rows) + 1, np.int64)
+        counts.cumsum(out=self.starts[1:])
+        self.tokens = _array([*chain.from_iterable([row.tokens for row in rows])])
+        index = np.arange(len(self))
+        first_slots = _array([row.start for row in rows])
+        self.slots = index + (first_slots - self.starts[:-1]).repeat(counts)
+        self.positions = self.slots
+        self.prefixes = self.slots + 1  # number of leading slots that a token attends to, all of them
+        self.ancestors = np.zeros((len(self), WORDS), np.int64)  # bits of further slots, as in `StepTensors`
+        self._add_trees(rows)
+        used = -((first_slots + counts) // -page_size)  # pages of each row
+        width = int(used.max(initial=0))
+        pages = [page_numbers(row.pages)[:count] for row, count in zip(rows, used.tolist(), strict=True)]
+        begins = np.arange(len(rows)) * width  # of each row in the flat table
+        table = np.zeros(len(rows) * width, np.int64)
+        if pages:
+            table[np.arange(used.sum()) + (begins - used.cumsum() + used).repeat(used)] = np.concatenate(pages)
+        self.tables = table.reshape(len(rows), width)  # page table of each row, then zeros
+        page, offset = np.divmod(self.slots, page_size)
+        self.written = table[page + begins.repeat(counts)] * page_size + offset
+        first_logits = self.starts[1:] - _array([row.logits for row in rows])
+        self.logit_at = (index >= first_logits.repeat(counts)).nonzero()[0]  # (positions with logits,)
+
+    def __len__(self) -> int:
+        """Returns the number of tokens."""
+        return int(self.starts[-1])
+
+    def _add_trees(self, rows: Sequence[InputRow]) -> None:
+        trees = [index for index, row in enumerate(rows) if row.parents]
+        if trees:
+            self.positions = self.slots.copy()
+        for index in trees:
+            row = rows[index]
+            begin, end = self.starts[index : index + 2].tolist()
+            self.positions[begin:end] = row.positions
+            self.prefixes[begin:end] = [at + 1 for at in row.seen]
+            self.ancestors[end - len(row.parents) : end] = [_words(path) for path in row.tree.paths]
+
+
+def padded(numbers: Integers, count: int, padding: int = 0) -> Integers:
+    """Returns the numbers, followed by padding to `count`."""
+    assert len(numbers) <= count, f"{len(numbers)} numbers are more than {count}"
+    result = np.full(count, padding, np.int64)
+    result[: len(numbers)] = numbers
+    return result
+
+
+def _array(numbers: list[int]) -> Integers:
+    return np.array(numbers, np.int64)
+
+
+def _words(path: Sequence[int]) -> list[int]:
+    """Returns the nodes on a path as the bits of WORDS signed words."""
+    bits = sum(1 << node for node in path)
+    words = [(bits >> (WORD * word)) & ((1 << WORD) - 1) for word in range(WORDS)]
+    return [word - (word >> (WORD - 1) << WORD) for word in words]
