@@ -6,8 +6,8 @@ BIN := .venv/bin
 PINNED := --set 'target.resources_per_rank.cpu_affinity=[0]' --set 'draft.resources.cpu_affinity=[1]'
 
 .PHONY: bench bench-clients chaos check demo docs gpu-bench-tiny image-steps model-table models page-pictures \
-	random_scenarios setup test test-browser test-clients test-exhaustive test-gpu test-hostile test-mutations \
-	test-triton test-vllm
+	random_scenarios setup test test-browser test-clients test-exhaustive test-gpu test-hostile test-integration \
+	test-mutations test-triton test-vllm
 
 setup: .venv/.complete
 
@@ -28,9 +28,12 @@ models: setup
 demo: setup
 	$(BIN)/slipstream demo
 
-# Tests without Ray and sockets run in two processes; the others run one at a time.
+# Tests without Ray and sockets, in two processes; eight minutes.
 test: models
 	$(BIN)/pytest tests/unit tests/scenarios tests/lossless --numprocesses 2 --dist worksteal
+
+# Tests with Ray, gRPC and HTTP, one at a time; eleven minutes.
+test-integration: models
 	$(BIN)/pytest tests/integration
 
 # Long comparisons with real models, and distributions over many texts; more than an hour on two cores.
