@@ -16,7 +16,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from actors.attention.flat_rows import FlatRows, Integers
+from actors.attention.flat_rows import FlatRows
+from actors.compute.input_row import Integers
 from actors.compute.kv_cache import InputRow, PagedCache
 
 
@@ -74,7 +75,7 @@ class StepShape(StepSizes):
 
     positions: int  # with logits
     sampled: int  # positions that are sampled rather than decided by the largest logit
-    trees: bool = False  # whether rows may contain trees, for backends with a kernel for chains and one for trees
+    trees: bool = False  # selects the kernel for trees, in a backend with one kernel for chains and one for trees
 
 
 class AttentionPlan(Protocol):

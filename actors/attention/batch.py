@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from actors.attention import AttentionBackend, AttentionPlan, PaddedBackend, ScoreOptions, StepShape
-from actors.attention.flat_rows import FlatRows, Integers, padded
+from actors.attention.flat_rows import FlatRows, padded
 from actors.attention.paged import parts_at
+from actors.compute.input_row import Integers
 from actors.compute.kv_cache import InputRow, PagedCache, to_device
 from actors.compute.recurrent_states import Advance
 from actors.sampling.draws import DRAW_LISTS, NO_DRAWS, Draws, DrawsOnDevice

@@ -1,4 +1,4 @@
-"""Flattens a step's rows into arrays: one entry per token, whatever row it belongs to.
+"""Flattens a step's rows into arrays with one entry per token of all rows.
 
 The arrays of chains follow from each row's start and length, so no operation runs per token. Rows with trees are
 computed one at a time.
@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
-from actors.compute.input_row import InputRow, page_numbers
+from actors.compute.input_row import InputRow, Integers, page_numbers
 from protos.draft_tree import MAX_BLOCK_TOKENS
 
-Integers = npt.NDArray[np.int64]
 WORD = 64  # nodes per word of ancestor bits
 WORDS = -(-MAX_BLOCK_TOKENS // WORD)
 

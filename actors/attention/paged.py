@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from actors.attention import ScoreOptions, StepShape, StepSizes
-from actors.attention.flat_rows import WORDS, FlatRows, Integers, padded
+from actors.attention.flat_rows import WORDS, FlatRows, padded
+from actors.compute.input_row import Integers
 from actors.compute.kv_cache import InputRow, PagedCache
 
 

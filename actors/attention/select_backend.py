@@ -199,8 +199,10 @@ class AttentionReport:
 class Trial:
     """Repeatable step of attention over random keys and values."""
 
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+    def __init__(self, shape: AttentionShape, device: torch.device, captured_context: int = 0) -> None:
+        """Captured steps have page tables for `captured_context` tokens, which may determine a kernel's speed."""
         self._shape = shape
+        self._captured_pages = -(-captured_context // shape.page_size)
         # Window kernels may take a minute to build, so they are built only for models with windows.
         self.windows = (None, WINDOW) if shape.slides else (None,)
         per_row = [-(-(context + QUERIES) // shape.page_size) for context in CONTEXTS]
@@ -256,7 +258,7 @@ class Trial:
     def _padded_batch(self, backend: AttentionBackend, rows: Sequence[InputRow]) -> RaggedBatch:
         assert isinstance(backend, PaddedBackend), f"{backend.name} has no padded plans"
         tokens = len(self._query) + PADDING
-        pages = 1 + max(len(row.pages) for row in rows)
+        pages = max(self._captured_pages, 1 + max(len(row.pages) for row in rows))
         shape = StepShape(tokens, len(rows) + 1, pages, 0, 0, trees=bool(rows[0].parents))
         step = PackedStep.padded(rows, self._cache, backend, shape, NO_DRAWS)
         batch = RaggedBatch(step, to_device(step.integers, self._cache.device))
@@ -451,16 +453,18 @@ def create_backend(report: AttentionReport, shape: AttentionShape, device: torch
 
 @torch.inference_mode()
 def choose_attention(
-    shape: AttentionShape, device: torch.device, captures: bool = False
+    shape: AttentionShape, device: torch.device, captured_context: int | None = None
 ) -> tuple[AttentionBackend, AttentionReport]:
     """Measures the backends on a GPU and returns the fastest correct one, by default `paged`.
+
+    With `captured_context`, steps of texts of up to so many tokens are captured.
 
     Only `SdpaGather` works on a CPU, or supports scores that are neither plain nor capped.
     """
     if device.type != "cuda" or not (shape.plain or shape.capped):
         return SdpaGather(), AttentionReport(SdpaGather.name)
-    trial = Trial(shape, device)
-    capture = CudaCapture() if captures else None
+    trial = Trial(shape, device, captured_context or 0)
+    capture = None if captured_context is None else CudaCapture()
     backend, report = fastest(gpu_factories(shape, device), trial, TOLERANCE[shape.dtype], capture=capture)
     trial.build(backend, report.takes_trees)
     if not backend.name.startswith("varlen"):

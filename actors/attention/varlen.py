@@ -48,7 +48,7 @@ class VarlenPlan:
         page_size: int,
         sizes: StepSizes,
         kernel: Callable[..., Any],
-        max_queries: int,  # bounds of a row's queries and keys, which the kernel divides among its blocks
+        max_queries: int,  # upper bounds on any row's queries and keys; the kernel sizes its grid by them
         max_keys: int,
     ) -> None:
         assert not flat.ancestors.any(), "this kernel supports only chains"

@@ -5,7 +5,8 @@ run what is captured.
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -13,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class Capture(Protocol):
-    """Records a function without arguments; returns a function that repeats it on the same memory."""
+    """Records a function without arguments; returns one that repeats it on the same memory, which stays allocated."""
 
     def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]: ...
 
@@ -40,9 +41,17 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = step()
+        return _Replay(graph, step, output)
 
-        def replay() -> Result:
-            graph.replay()
-            return output
 
-        return replay
+@dataclass(frozen=True, slots=True)
+class _Replay(Generic[Result]):
+    """Replays a graph. Holds the recorded function, whose memory the graph uses."""
+
+    graph: torch.cuda.CUDAGraph
+    step: Callable[[], Result]
+    output: Result
+
+    def __call__(self) -> Result:
+        self.graph.replay()
+        return self.output

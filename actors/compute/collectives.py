@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 THREAD_TIMEOUT_S = 30.0  # a thread that does not respond within this time has failed
 SHARED_MEMORY = Path("/dev/shm")
@@ -112,18 +113,20 @@ class ThreadGroup:
 
 
 class TorchGroup:
-    """The default group of torch.distributed: NCCL on GPUs, gloo on CPUs."""
+    """The default group of torch.distributed: NCCL on GPUs, gloo on CPUs. Fake tensors have no values to exchange."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
 
     def all_reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor)
+        if not isinstance(tensor, FakeTensor):
+            dist.all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty(self.size, *tensor.shape)
-        dist.all_gather_single(gathered.view(-1), tensor.reshape(-1))
+        if not isinstance(tensor, FakeTensor):
+            dist.all_gather_single(gathered.view(-1), tensor.reshape(-1))
         return gathered
 
 

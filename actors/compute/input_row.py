@@ -11,29 +11,31 @@ from torch import Tensor
 from protos.draft_tree import DraftTree
 from protos.frozen import value
 
+Integers = npt.NDArray[np.int64]
+
 
 class PageTable(tuple[int, ...]):
     """Pages of a session's slots, in order. Its array is made once, since a long text has thousands of pages."""
 
     @cached_property
-    def numbers(self) -> npt.NDArray[np.int64]:
+    def numbers(self) -> Integers:
         return np.array(self, np.int64)
 
     @classmethod
-    def of(cls, numbers: npt.NDArray[np.int64]) -> "PageTable":
+    def of(cls, numbers: Integers) -> "PageTable":
         """Creates a table from its array."""
         table = cls(numbers.tolist())
         table.numbers = numbers
         return table
 
-    def resumed(self, kept: int, further: Sequence[int]) -> "PageTable":
+    def replace_from(self, kept: int, further: Sequence[int]) -> "PageTable":
         """Returns a table of the first `kept` pages and further ones."""
         table = PageTable(self[:kept] + tuple(further))
         table.numbers = np.concatenate([self.numbers[:kept], np.array(further, np.int64)])
         return table
 
 
-def page_numbers(pages: tuple[int, ...]) -> npt.NDArray[np.int64]:
+def page_numbers(pages: tuple[int, ...]) -> Integers:
     """Returns a page table as an array."""
     return pages.numbers if isinstance(pages, PageTable) else np.array(pages, np.int64)
 

@@ -9,18 +9,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from actors.compute.input_row import InputRow as InputRow
+from actors.compute.input_row import Integers
 from actors.compute.recurrent_states import RecurrentStates
 from cluster.page_allocator import PageCopy, SlotMove
 
 
 def to_device(
-    parts: Sequence[Sequence[float] | npt.NDArray[np.int64]], device: torch.device, dtype: torch.dtype = torch.int64
+    parts: Sequence[Sequence[float] | Integers], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> tuple[Tensor, ...]:
     """Copies the parts to a device in one operation; returns them as one-dimensional views of one tensor.
 

@@ -112,7 +112,8 @@ def draft_with(
     bytes_each = page_bytes(model, page_size)
     share = draft.resources.gpu_share
     captures = draft.resources.cuda_graphs
-    attention, _ = choose_attention(attention_shape(model, page_size), model.device, captures)
+    captured_context = setup.max_context if captures else None
+    attention, _ = choose_attention(attention_shape(model, page_size), model.device, captured_context)
     # A session has a row for each possible outcome of its verdict.
     rows = min(OUTCOME_ROWS * draft.max_sessions, MAX_ROWS)
     buckets = Buckets.for_sessions(rows, setup.max_context, page_size, attention)

@@ -1,5 +1,6 @@
 """Runs one model with one cache, with one forward over ragged rows per step, and measures step costs before serving."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +24,8 @@ from actors.sampling.draws import NO_DRAWS, Draws, draw_tokens
 from cluster.costs import ForwardCost
 from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy, SlotMove
+
+log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -157,10 +160,15 @@ class ModelRunner:
     def capture_steps(self) -> None:
         """Captures the steps of all shapes, if there are any; before serving, since a capture takes longer than a step.
 
-        Writes only to pages that no row owns.
+        Writes only to pages that no row owns. If a capture fails, steps run operation by operation.
         """
-        if self._static is not None:
+        if self._static is None:
+            return
+        try:
             self._static.capture_all()
+        except RuntimeError as error:
+            log.warning("steps run without CUDA graphs, which is slower: a capture failed: %s", error)
+            self._static = self._recording = None
 
     def static_chain(self, choose: Choose, inputs: int, columns: int) -> StaticChain | None:
         """Implements `ChainRunner`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.attention import PaddedBackend, StepShape
 from actors.attention.batch import PackedChain
-from actors.attention.flat_rows import Integers
+from actors.compute.input_row import Integers
 from actors.compute.kv_cache import InputRow, PagedCache
 from actors.engine.static_step import Recording, Step, StepBuffer
 

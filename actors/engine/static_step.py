@@ -9,7 +9,6 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from actors.attention import AttentionBackend, PaddedBackend, StepShape
 from actors.attention.batch import PackedStep, RaggedBatch
-from actors.attention.flat_rows import Integers
 from actors.attention.select_backend import ChainsAndTrees
 from actors.compute.capture import Capture, CudaCapture
+from actors.compute.input_row import Integers
 from actors.compute.kv_cache import InputRow, PagedCache
 from actors.models.decoder import Decoder, ForwardOutput
 from actors.sampling.draws import NO_DRAWS, Draws
@@ -70,8 +69,12 @@ class Buckets:
     @property
     def shapes(self) -> list[StepShape]:
         """All shapes, the largest first, so that the memory of its graph serves all others."""
-        kinds = list(product((True, False), (True, False) if self.trees_apart else (False,)))
-        return [self._shape(tokens, *kind) for tokens in reversed(self.tokens) for kind in kinds]
+        return [
+            self._shape(tokens, samples, trees)
+            for tokens in reversed(self.tokens)
+            for samples in (True, False)
+            for trees in ((True, False) if self.trees_apart else (False,))
+        ]
 
 
 class StepBuffer:
@@ -115,9 +118,11 @@ def recording_on(
     """
     if device.type != "cuda":
         return None
-    fault = decoder.capture_fault() if isinstance(backend, PaddedBackend) else f"attention by {backend.name}"
-    if fault:
-        log.warning("no CUDA graphs, so each step takes longer; this model cannot be captured: %s", fault)
+    if not isinstance(backend, PaddedBackend):
+        log.warning("steps run without CUDA graphs, which is slower: %s cannot be captured", backend.name)
+        return None
+    if fault := decoder.capture_fault((buckets.tokens[0], buckets.tokens[-1])):
+        log.warning("steps run without CUDA graphs, which is slower: this model cannot be captured, as %s", fault)
         return None
     return Recording(buckets, CudaCapture())
 

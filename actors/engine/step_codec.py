@@ -171,7 +171,7 @@ class StepDecoder:
             fed = tuple(numbers[at:end])
             if first < pages or pages != len(self._pages[slot]):
                 at = end + pages - first
-                self._pages[slot] = self._pages[slot].resumed(first, numbers[end:at])
+                self._pages[slot] = self._pages[slot].replace_from(first, numbers[end:at])
             else:
                 at = end
             draft = NO_TREE

@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import PreTrainedModel
 
-from actors.attention import AttentionBackend
+from actors.attention import AttentionBackend, PaddedBackend
 from actors.attention.invariant import invariant_backend
 from actors.attention.sdpa_gather import SdpaGather
 from actors.attention.select_backend import (
@@ -236,9 +236,9 @@ class Rank:
         return RankReport(os.getpid(), pages, loaded.report, attention)
 
     def _buckets(self, attention: AttentionBackend) -> Buckets | None:
-        """Returns the shapes of the steps to capture; None if steps are not captured."""
+        """Returns the shapes of the steps to capture; None if steps cannot or should not be captured."""
         spec = self._spec
-        if not spec.resources.cuda_graphs:
+        if not (spec.resources.cuda_graphs and isinstance(attention, PaddedBackend)):
             return None
         return Buckets.for_sessions(spec.sessions, spec.context, spec.cache.page_size, attention, spec.tile)
 
@@ -248,7 +248,8 @@ class Rank:
             self._attention, report = invariant_backend(shape, self._device)
             return report
         if self._index == 0:
-            self._attention, report = choose_attention(shape, self._device, self._spec.resources.cuda_graphs)
+            captured_context = self._spec.context if self._spec.resources.cuda_graphs else None
+            self._attention, report = choose_attention(shape, self._device, captured_context)
             return from_leader(report) if self._group.size > 1 else report
         report = from_leader(AttentionReport(SdpaGather.name))
         self._attention = create_backend(report, shape, self._device)

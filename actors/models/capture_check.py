@@ -1,14 +1,15 @@
-"""Finds out whether a model's own code can be captured: whether it does the same for any values of the same number.
+"""Finds out whether a model's own code can be captured: whether its operations depend only on the number of tokens.
 
-The code runs on fake tensors, which have shapes and devices but no values, so it fails where it needs a value. It sees
-fake tensors as transformers' code sees a capture: both are traces.
+The code runs on fake tensors, which have shapes and devices but no values, so it fails where it needs a value.
+transformers' code takes the same branches for fake tensors as during a capture (`transformers.utils.is_tracing`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,25 +18,31 @@ from actors.attention.batch import RaggedBatch
 from actors.compute.recurrent_states import Advance
 
 COPIES = ("aten::_to_copy", "aten::copy_")
-TRIED_TOKENS = (1, 2, 64)  # code may depend on the number of tokens
+FROM_HOST = ("aten::lift_fresh", "aten::lift")  # of `torch.tensor`
+WRITES = ("aten::index_put", "aten::index_put_")
 
 
-class _NotFixed(Exception):
-    """Raised by code that cannot be captured."""
+class _CannotCapture(Exception):
+    """Raised at an operation that cannot be captured."""
 
 
-class _OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises _NotFixed at copies between devices, for which the host waits."""
+class _Captured(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises _CannotCapture at operations for which the host waits, although they need no fake tensor's value."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name in WRITES and any(index is not None and index.dtype is torch.bool for index in args[1]):
+            raise _CannotCapture("it writes to masked elements")
+        if name in FROM_HOST and args[0].device.type != "cpu":
+            raise _CannotCapture("it copies between devices")
         result = func(*args, **(kwargs or {}))
         tensors = [part for part in (*args, result) if isinstance(part, Tensor)]
-        if func.name() in COPIES and len({part.device.type for part in tensors}) > 1:
-            raise _NotFixed("it copies between devices")
+        if name in COPIES and len({part.device.type for part in tensors}) > 1:
+            raise _CannotCapture("it copies between devices")
         return result
 
 
-class _Unattended(RaggedBatch):
+class _BatchWithoutCache(RaggedBatch):
     """Batch whose attention returns zeros."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
@@ -47,23 +54,42 @@ class _Unattended(RaggedBatch):
         return query.new_zeros(len(query), query.shape[1] * query.shape[2])
 
     def recur(self, layer: int, inputs: Tensor, advance: Advance) -> Tensor:
-        raise _NotFixed("its recurrent layers run row by row")
+        raise _CannotCapture("its recurrent layers run row by row")
 
 
-def capture_fault(decode: Callable[[RaggedBatch], object], device: torch.device) -> str:
-    """Returns why a model's code cannot be captured on a device; empty if it can."""
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Restores all attributes and buffers of a model, some of which code may replace with fake tensors."""
+    saved = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
-        for tokens in TRIED_TOKENS:
+        yield
+    finally:
+        for module, attributes, buffers in saved:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def capture_fault(model: nn.Module, decode: Callable[[RaggedBatch], object], numbers: Sequence[int]) -> str:
+    """Returns why steps with these numbers of tokens cannot be captured on the model's device; empty if they can.
+
+    `decode` runs the model's code, and may fail in any way without values.
+    """
+    device = next(model.parameters()).device
+    try:
+        for tokens in numbers:
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
+                _unchanged(model),
                 FakeTensorMode(allow_non_fake_inputs=True),
-                _OneDevice(),  # type: ignore[no-untyped-call]
+                _Captured(),  # type: ignore[no-untyped-call]
             ):
-                decode(_Unattended(tokens, device))
-    except _NotFixed as error:
+                decode(_BatchWithoutCache(tokens, device))
+    except _CannotCapture as error:
         return str(error)
-    except RuntimeError as error:  # whose message may be an operation's name alone
+    except Exception as error:  # noqa: BLE001 - the code runs as usual without captures
         reason = str(error).strip().partition("\n")[0]
-        return f"its code fails without values: {reason}"
+        return f"its code fails without values: {type(error).__name__}: {reason}"
     return ""

@@ -9,6 +9,7 @@ forward, and cached keys keep their rotation. Therefore, `fix_frequencies` selec
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -121,8 +122,8 @@ class Decoder(Protocol):
     @property
     def shard(self) -> Shard: ...
 
-    def capture_fault(self) -> str:
-        """Returns why steps cannot be captured; empty if they can."""
+    def capture_fault(self, numbers: Sequence[int]) -> str:
+        """Returns why steps with these numbers of tokens cannot be captured; empty if they can."""
         ...
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput: ...
@@ -144,9 +145,9 @@ class ModelDecoder:
         self._slot = share_batch(model)
         run_row_by_row(model, self._slot)
 
-    def capture_fault(self) -> str:
+    def capture_fault(self, numbers: Sequence[int]) -> str:
         """Implements `Decoder`."""
-        return capture_fault(self, self._model.device)
+        return capture_fault(self._model, self, numbers)
 
     def __call__(self, batch: RaggedBatch, layers: tuple[int, ...] = ()) -> ForwardOutput:
         with self._slot.hold(batch):
@@ -407,7 +408,7 @@ class LlamaDecoder:
                 reason = str(error).strip().partition("\n")[0]
                 log.warning("torch cannot fuse operations (%s); install Triton and a C compiler for speed", reason)
 
-    def capture_fault(self) -> str:
+    def capture_fault(self, numbers: Sequence[int]) -> str:
         """Implements `Decoder`: no operation depends on values."""
         return ""
 

@@ -278,7 +278,7 @@ def _matched(blocks: Sequence[PendingBlock], own: list[int]) -> list[BlockDecisi
     decisions = []
     begin = 0
     for block in blocks:
-        end = begin + len(block.draft.tokens) + 1
+        end = begin + block.positions
         tokens = own[begin:end]
         decisions.append(NOT_DECIDED if NOT_FINITE in tokens else match(tokens, block.draft))
         begin = end

@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from actors.compute.collectives import Shard, SingleRank
+from actors.compute.input_row import Integers
 from actors.sampling.gumbel import gumbel_maxima
 from actors.sampling.truncation import scaled
 
@@ -41,7 +41,7 @@ class Draws:
     needs_logits: bool = True
 
     @property
-    def integers(self) -> list[npt.NDArray[np.int64]]:
+    def integers(self) -> list[Integers]:
         """Returns the fields as integers, temperatures as the bits of a float64."""
         return [
             np.array(self.sampled, np.int64),
@@ -56,7 +56,7 @@ class Draws:
         temperatures = bits.view(np.float64)
         return cls(tuple(sampled.tolist()), tuple(keys.tolist()), tuple(temperatures.tolist()), needs_logits)
 
-    def padded(self, count: int, positions: int) -> list[npt.NDArray[np.int64]]:
+    def padded(self, count: int, positions: int) -> list[Integers]:
         """Returns `integers` of `count` draws; those of padding have the index `positions`, which does not exist."""
         lists = np.zeros((DRAW_LISTS, count), np.int64)
         lists[0] = positions

@@ -184,10 +184,10 @@ class CapturedPair:
         model = a_model(name, sizes, dtype, device)
         self._name = name
         self._shape = attention_shape(model, PAGE_SIZE)
-        attention, _ = choose_attention(self._shape, device, captures=True)
+        attention, _ = choose_attention(self._shape, device, sizes.pages_each * PAGE_SIZE)
         padded = capturable(attention, device)
         decoder = decoder_for(model)
-        self.why_not = NOT_PADDED.format(attention.name) if padded is None else decoder.capture_fault()
+        self.why_not = NOT_PADDED.format(attention.name) if padded is None else decoder.capture_fault((1, 64))
         self.buckets = Buckets.for_sessions(sizes.sessions, sizes.pages_each * PAGE_SIZE, PAGE_SIZE, attention)
         self._sizes = sizes
         self._dtype = dtype
@@ -334,7 +334,7 @@ def check_invariance(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> 
 @torch.inference_mode()
 def check_attention(shape: AttentionShape, device: torch.device, emit: Emit) -> None:
     """Compares all backends, as at a target's start, and the padded plans of the selected one."""
-    attention, report = choose_attention(shape, device, captures=True)
+    attention, report = choose_attention(shape, device, captured_context=4096)
     for one in report.tried:
         emit(AttentionCheck(one.name, shape.head_dim, one.step_ms, one.refused, one.no_trees))
     padded = capturable(attention, device)

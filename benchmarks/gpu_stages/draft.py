@@ -119,7 +119,7 @@ def measure(quantization: str, products: Products, sizes: Sizes, setting: Settin
     model = sized_model(sizes.model, sizes.vocabulary, device, products.dtype)
     bits = WEIGHT_BITS.get(quantization, 8 * model.dtype.itemsize)
     floor_ms = 1e3 * weight_bytes(model) * bits / (8 * model.dtype.itemsize) / copy_bandwidth(device)
-    attention, _ = choose_attention(attention_shape(model, PAGE_SIZE), device, captures=True)
+    attention, _ = choose_attention(attention_shape(model, PAGE_SIZE), device, sizes.context)
     padded = capturable(attention, device)
     decoder = decoder_for(model, products.product)
     each = -(-(sizes.context + max(sizes.draft_tokens) + 1) // PAGE_SIZE)

@@ -86,7 +86,7 @@ class Serving:
         self._model = model.eval()
         self._sizes = sizes
         self._device = device
-        self._attention, _ = choose_attention(attention_shape(model, PAGE_SIZE), device, captures=True)
+        self._attention, _ = choose_attention(attention_shape(model, PAGE_SIZE), device, sizes.context)
         self._padded = capturable(self._attention, device)
         self._decoder = decoder_for(self._model, context=sizes.context)
         self.takes_trees = self._attention.takes_trees

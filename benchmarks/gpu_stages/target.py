@@ -171,7 +171,7 @@ class TargetBench:
         model = sized_model(sizes.model, sizes.vocabulary, device)
         self._weights = weight_bytes(model)
         self._shape = attention_shape(model, PAGE_SIZE)
-        attention, self._report = choose_attention(self._shape, device, captures=True)
+        attention, self._report = choose_attention(self._shape, device, max(sizes.contexts))
         decoder = decoder_for(model)
         load_s = time.perf_counter() - began
         self._sizes = sizes

@@ -262,7 +262,7 @@ def try_architecture(name: str) -> Outcome:
             can_split = splits_layers(model, Path(folder))
             decoder = decoder_for(model)
             runners = [ModelRunner(model, 2 * PAGES_EACH, PAGE_SIZE, decoder=decoder)]
-            if attention_shape(model, PAGE_SIZE).plain and not decoder.capture_fault():
+            if attention_shape(model, PAGE_SIZE).plain and not decoder.capture_fault((1, 64)):
                 recording = Recording(Buckets((4, 8, 16), 2, PAGES_EACH), CallCapture())
                 runners.append(
                     ModelRunner(

@@ -1,4 +1,4 @@
-"""A step's arrays hold what each row says of its own tokens."""
+"""A step's arrays equal its rows' own properties, concatenated."""
 
 from random import Random
 
@@ -54,7 +54,7 @@ def test_arrays_concatenate_what_rows_define(seed, count):
 def test_a_page_table_grows_and_is_replaced_from_any_page_on():
     table = PageTable((7, 2, 9))
     assert table.numbers.tolist() == [7, 2, 9]
-    grown_table = table.resumed(3, [4]).resumed(1, [5, 6])
+    grown_table = table.replace_from(3, [4]).replace_from(1, [5, 6])
     assert grown_table == (7, 5, 6)
     assert grown_table.numbers.tolist() == [7, 5, 6]
     assert PageTable.of(np.array([3, 1])) == (3, 1)

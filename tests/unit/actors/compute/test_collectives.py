@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from actors.compute.collectives import Group, HostGroup, SingleRank
+from actors.compute.collectives import Group, HostGroup, SingleRank, TorchGroup
 from tests.unit.actors.groups import at_once
 
 pytestmark = pytest.mark.timeout(60)  # inconsistent ranks wait forever
@@ -72,3 +74,11 @@ def test_a_single_rank_communicates_with_no_one():
     SingleRank().all_reduce(tensor)
     assert tensor.tolist() == [1.0, 2.0]
     assert SingleRank().all_gather(tensor).tolist() == [[1.0, 2.0]]
+
+
+def test_fake_tensors_are_not_exchanged():
+    """A check of a model's code runs on one rank alone."""
+    group = Mock(spec=TorchGroup, rank=0, size=2)
+    with FakeTensorMode():
+        TorchGroup.all_reduce(group, torch.ones(3))
+        assert TorchGroup.all_gather(group, torch.ones(3)).shape == (2, 3)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -217,3 +218,14 @@ def test_every_shape_can_be_captured_before_any_step(name):
         rows = a_step(rng, lengths, table)
         pair.check(rows, some_draws(rng, rows))
     assert counted.captures == 2 * len(BUCKETS.tokens)
+
+
+def test_steps_run_without_captures_if_one_fails(caplog):
+    def failing(_: object) -> Callable[[], object]:
+        raise RuntimeError("out of memory")
+
+    pair = Twins("llama", failing)
+    pair.static.capture_steps()
+    assert "out of memory" in caplog.text
+    pair.check([InputRow((3, 4), 0, 2, (7,))], Draws())
+    assert pair.static.static_chain(Mock(), 1, VOCABULARY) is None

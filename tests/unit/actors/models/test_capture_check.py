@@ -16,7 +16,18 @@ from actors.models.decoder import ModelDecoder, decoder_for
 from tests.unit.actors.tiny_models import MODELS, SIZES, twins
 
 GPU = torch.device("cuda")
-BUCKETS = Buckets((4,), rows=4, pages=4)
+BUCKETS = Buckets((1, 16), rows=4, pages=4)
+NUMBERS = (1, 16)  # of tokens
+
+
+def lifted_to(device: str) -> Tensor:
+    """Does what `torch.tensor` does for a GPU."""
+    lifted: Tensor = torch.ops.aten.lift_fresh(torch.empty((), device=device))
+    return lifted
+
+
+def raising(error: Exception) -> Tensor:
+    raise error
 
 
 def a_decoder(change: Any) -> ModelDecoder:
@@ -37,7 +48,7 @@ def test_code_without_reads_can_be_captured_and_stays_as_it_was(name):
     model, twin = twins(MODELS[name], seed=1)
     expected = ModelRunner(model, 4, 4).forward([InputRow((5, 6, 7), 0, 3, (0,))])
     decoder = decoder_for(twin)
-    assert decoder.capture_fault() == ""
+    assert decoder.capture_fault(NUMBERS) == ""
     found = ModelRunner(twin, 4, 4, decoder=decoder).forward([InputRow((5, 6, 7), 0, 3, (0,))])
     assert torch.equal(found.logits, expected.logits)
 
@@ -48,20 +59,42 @@ def test_code_without_reads_can_be_captured_and_stays_as_it_was(name):
         (lambda x: x if bool(x.isfinite().all()) else x * 0, "_local_scalar_dense"),
         (lambda x: x * len(x.nonzero()), "nonzero"),
         (lambda x: torch.empty_like(x, device="meta").copy_(x), "copies between devices"),
+        (lambda x: (x, lifted_to("meta"))[0], "copies between devices"),
+        (lambda x: x.index_put((x > 0,), x.new_zeros(())), "masked elements"),
+        (lambda x: raising(ValueError("no values")), "ValueError: no values"),
     ],
 )
 def test_code_that_reads_values_or_copies_to_another_device_cannot(change, reason):
-    assert reason in a_decoder(change).capture_fault()
+    assert reason in a_decoder(change).capture_fault(NUMBERS)
+
+
+def test_a_buffer_that_the_code_replaces_keeps_its_values():
+    """CTRL converts its positions to the dtype of the embeddings in each forward."""
+    model = MODELS["gemma3"]()
+    mlp = model.model.layers[0].mlp
+    mlp.register_buffer("scale", torch.tensor(2.0))
+    plain = mlp.forward
+
+    def forward(x: Tensor) -> Tensor:
+        mlp.scale = mlp.scale.to(torch.float64)
+        mlp.calls = getattr(mlp, "calls", 0) + 1
+        return plain(x * mlp.scale.float())
+
+    mlp.forward = forward
+    assert ModelDecoder(model).capture_fault(NUMBERS) == ""
+    assert type(mlp.scale) is Tensor
+    assert float(mlp.scale) == 2.0
+    assert not hasattr(mlp, "calls")
 
 
 def test_code_that_reads_values_only_for_some_numbers_of_tokens_cannot():
     decoder = a_decoder(lambda x: x * x.sum().item() if x.shape[1] > 8 else x)
-    assert "_local_scalar_dense" in decoder.capture_fault()
+    assert "_local_scalar_dense" in decoder.capture_fault(NUMBERS)
 
 
 def test_recurrent_layers_cannot_be_captured():
     config = Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"])
-    assert "recurrent" in decoder_for(Lfm2ForCausalLM(config)).capture_fault()
+    assert "recurrent" in decoder_for(Lfm2ForCausalLM(config)).capture_fault(NUMBERS)
 
 
 def test_no_step_is_captured_on_a_gpu_if_the_model_or_its_attention_cannot_be(caplog):
@@ -70,7 +103,7 @@ def test_no_step_is_captured_on_a_gpu_if_the_model_or_its_attention_cannot_be(ca
     assert recording_on(GPU, SdpaGather(), decoder_for(MODELS["llama"]()), BUCKETS) is None
     first, second = (record.getMessage() for record in caplog.records)
     assert "_local_scalar_dense" in first
-    assert "attention by gathered" in second
+    assert "gathered cannot be captured" in second
 
 
 def test_a_cpu_captures_nothing(caplog):
