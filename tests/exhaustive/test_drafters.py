@@ -71,7 +71,7 @@ OTHERS = {  # configurations of methods that need no head
 }
 IMPOSSIBLE = {"mtp"}
 # Their drafts are so rarely accepted without a seed that the adaptive schedule requests almost none.
-LOW_ACCEPTANCE = {"layer_skip", "mlp_speculator", "dflash"}
+LOW_ACCEPTANCE = {"ngram", "layer_skip", *LAYOUTS}
 SERVERS = [*product([*OTHERS, *LAYOUTS], (1, 3))]
 
 
