@@ -5,7 +5,7 @@ computed one at a time.
 """
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -20,30 +20,29 @@ class FlatRows:
     """Tokens, slots and attended slots of a step's rows, as int64 arrays, each (tokens,) unless stated otherwise."""
 
     def __init__(self, rows: Sequence[InputRow], page_size: int) -> None:
-        counts = _array([len(row.tokens) for row in rows])
+        lengths = [len(row.tokens) for row in rows]
+        counts = np.array(lengths, np.int64)
         # (rows + 1,): first token of each row, then the number of tokens
-        self.starts = np.zeros(len(rows) + 1, np.int64)
-        counts.cumsum(out=self.starts[1:])
-        self.tokens = _array([*chain.from_iterable([row.tokens for row in rows])])
+        self.starts = np.array([0, *accumulate(lengths)], np.int64)
+        self.tokens = np.array([*chain.from_iterable([row.tokens for row in rows])], np.int64)
         index = np.arange(len(self))
-        first_slots = _array([row.start for row in rows])
+        first_slots = np.array([row.start for row in rows], np.int64)
         self.slots = index + (first_slots - self.starts[:-1]).repeat(counts)
         self.positions = self.slots
         self.prefixes = self.slots + 1  # number of leading slots that a token attends to, all of them
         self.ancestors = np.zeros((len(self), WORDS), np.int64)  # bits of further slots, as in `StepTensors`
         self._add_trees(rows)
-        used = -((first_slots + counts) // -page_size)  # pages of each row
-        width = int(used.max(initial=0))
-        pages = [page_numbers(row.pages)[:count] for row, count in zip(rows, used.tolist(), strict=True)]
-        begins = np.arange(len(rows)) * width  # of each row in the flat table
-        table = np.zeros(len(rows) * width, np.int64)
-        if pages:
-            table[np.arange(used.sum()) + (begins - used.cumsum() + used).repeat(used)] = np.concatenate(pages)
-        self.tables = table.reshape(len(rows), width)  # page table of each row, then zeros
+        used = [-(-row.end // page_size) for row in rows]
+        self.tables = np.zeros((len(rows), max(used, default=0)), np.int64)  # page table of each row, then zeros
+        for table, row, pages in zip(self.tables, rows, used, strict=True):
+            table[:pages] = page_numbers(row.pages)[:pages]
         page, offset = np.divmod(self.slots, page_size)
-        self.written = table[page + begins.repeat(counts)] * page_size + offset
-        first_logits = self.starts[1:] - _array([row.logits for row in rows])
-        self.logit_at = (index >= first_logits.repeat(counts)).nonzero()[0]  # (positions with logits,)
+        row_of = np.arange(len(rows)).repeat(counts)
+        self.written = self.tables[row_of, page] * page_size + offset
+        self.logit_at = index  # (positions with logits,)
+        logits = [row.logits for row in rows]
+        if logits != lengths:
+            self.logit_at = index[index >= (self.starts[1:] - np.array(logits, np.int64)).repeat(counts)]
 
     def __len__(self) -> int:
         """Returns the number of tokens."""
@@ -67,10 +66,6 @@ def padded(numbers: Integers, count: int, padding: int = 0) -> Integers:
     result = np.full(count, padding, np.int64)
     result[: len(numbers)] = numbers
     return result
-
-
-def _array(numbers: list[int]) -> Integers:
-    return np.array(numbers, np.int64)
 
 
 def _words(path: Sequence[int]) -> list[int]:
