@@ -55,10 +55,12 @@ class Buckets:
         return cls(tuple(sorted(sizes)), sessions, -(-context // page_size), isinstance(attention, ChainsAndTrees))
 
     def shape(self, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
-        """Returns the smallest shape that holds these rows; None if none does, as for long prompts."""
+        """Returns the smallest shape that holds these rows; None if none does, as for long prompts, or for texts beyond
+        the context while costs are measured.
+        """
         total = sum(len(row.tokens) for row in rows)
         at = bisect_left(self.tokens, total)
-        if at == len(self.tokens) or len(rows) > self.rows:
+        if at == len(self.tokens) or len(rows) > self.rows or any(len(row.pages) > self.pages for row in rows):
             return None
         trees = self.trees_apart and any(row.parents for row in rows)
         return self._shape(self.tokens[at], bool(draws.sampled), trees)

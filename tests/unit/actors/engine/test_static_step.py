@@ -188,6 +188,8 @@ def test_steps_of_one_shape_are_captured_once_and_long_rows_not_at_all():
     assert counted.captures == 2, "steps with sampled positions have shapes of their own"
     pair.check([InputRow((1,) * 25, 0, 1, table[1][:7])], Draws())
     assert counted.repeats == 8, "a prompt of 25 tokens exceeds all shapes"
+    pair.static.forward([InputRow((1,), PAGE_SIZE * PAGES_EACH, 1, tuple(range(PAGES_EACH + 1)))])
+    assert counted.repeats == 8, "so does a text of more pages than the context"
 
 
 @pytest.mark.parametrize(
