@@ -457,7 +457,7 @@ def choose_attention(
 ) -> tuple[AttentionBackend, AttentionReport]:
     """Measures the backends on a GPU and returns the fastest correct one, by default `paged`.
 
-    With `captured_context`, steps of texts of up to so many tokens are captured.
+    `captured_context` is the longest text, in tokens, whose steps are captured; None if no steps are.
 
     Only `SdpaGather` works on a CPU, or supports scores that are neither plain nor capped.
     """

@@ -20,7 +20,7 @@ class Capture(Protocol):
 
 
 class CallCapture:
-    """Repeats a step by calling it."""
+    """Calls the function again instead of recording it."""
 
     def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
         return step

@@ -29,7 +29,7 @@ class PageTable(tuple[int, ...]):
         return table
 
     def replace_from(self, kept: int, further: Sequence[int]) -> "PageTable":
-        """Returns a table of the first `kept` pages and further ones."""
+        """Returns the first `kept` pages, followed by the `further` ones."""
         table = PageTable(self[:kept] + tuple(further))
         table.numbers = np.concatenate([self.numbers[:kept], np.array(further, np.int64)])
         return table

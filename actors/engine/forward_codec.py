@@ -34,7 +34,7 @@ def encode_forward(
         numbers += (copy.source, copy.to)
     for move in moves:
         numbers += (move.source, move.to)
-    pages = np.concatenate([page_numbers(row.pages) for row in rows]) if rows else NO_PAGES
+    pages = np.concatenate([NO_PAGES, *[page_numbers(row.pages) for row in rows]])
     draw_bytes = [part.tobytes() for part in draws.integers]
     return b"".join([array("i", numbers).tobytes(), pages.astype(np.int32).tobytes(), *draw_bytes])
 

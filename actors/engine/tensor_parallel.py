@@ -236,7 +236,7 @@ class Rank:
         return RankReport(os.getpid(), pages, loaded.report, attention)
 
     def _buckets(self, attention: AttentionBackend) -> Buckets | None:
-        """Returns the shapes of the steps to capture; None if steps cannot or should not be captured."""
+        """Returns the shapes of the steps to capture, or None if none are captured."""
         spec = self._spec
         if not (spec.resources.cuda_graphs and isinstance(attention, PaddedBackend)):
             return None

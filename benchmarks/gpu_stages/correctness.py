@@ -163,7 +163,7 @@ def check_buckets(name: str, sizes: Sizes, dtype: torch.dtype, setting: Setting,
             emit(pair.check(tokens, samples))
 
 
-MODELS = {"llama": LlamaConfig, "gemma3": Gemma3TextConfig}  # the second runs in transformers' code
+MODELS = {"llama": LlamaConfig, "gemma3": Gemma3TextConfig}  # gemma3 runs in transformers' own code
 
 
 def a_model(name: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -242,7 +242,7 @@ class Session:
 def try_architecture(name: str) -> Outcome:
     """Saves a small random model, loads and runs it like the engine, and compares its logits with transformers.
 
-    If its steps can be captured on a GPU, they are also run padded.
+    Also runs padded steps if the model can be captured on a GPU.
     """
     model_type, fields = CASES[name]
     with tempfile.TemporaryDirectory() as folder:

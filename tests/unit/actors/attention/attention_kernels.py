@@ -64,6 +64,14 @@ def varlen(*arguments: Any, **more: Any) -> Tensor:
     return torch.cat([attend_to_pages(q, keys, values, t, n, given["scale"], left) for q, t, n in parts])
 
 
+def exactly_bounded_varlen(*arguments: Any, **more: Any) -> Tensor:
+    """Computes `varlen`, and requires the exact bounds of a step without padding."""
+    given = inspect.signature(varlen_attn).bind(*arguments, **more).arguments
+    assert given["max_q"] == int(given["cu_seq_q"].diff().max())
+    assert given["max_k"] == int(given["seqused_k"].max())
+    return varlen(*arguments, **more)
+
+
 class PagedPrefill:
     """Reference of flashinfer.BatchPrefillWithPagedKVCacheWrapper."""
 

@@ -18,7 +18,7 @@ from actors.attention.sdpa_gather import SdpaGather, SdpaGatherPlan
 from actors.attention.varlen import Varlen
 from actors.compute.kv_cache import InputRow, LayerSize, PagedCache
 from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree
-from tests.unit.actors.attention.attention_kernels import FLASHINFER, varlen
+from tests.unit.actors.attention.attention_kernels import FLASHINFER, exactly_bounded_varlen
 from tests.unit.actors.attention.triton_interpreter import interpreted_paged
 from tests.unit.trees import grown
 
@@ -31,7 +31,7 @@ SLOPES = (0.5, 0.25, 2.0, 0.01)  # by head
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "gathered": SdpaGather,
     "flashinfer": lambda: FlashInfer(FLASHINFER, CPU),
-    "varlen": lambda: Varlen(varlen),
+    "varlen": lambda: Varlen(exactly_bounded_varlen),
     "paged": interpreted_paged,
 }
 

@@ -1,4 +1,4 @@
-"""A model's own code is captured only if it does the same for all values."""
+"""A model's own code is captured only if its operations do not depend on values."""
 
 from typing import Any
 
