@@ -42,20 +42,22 @@ def keys(seed: int, choice: int, positions: Iterable[int], purpose: Purpose) -> 
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shifts right without sign extension, unlike torch's operator."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    """Returns x shifted right without sign extension, unlike torch's operator."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Returns uniform numbers in (0, 1), float64, for int64 `keys` and `token_ids` of broadcastable shapes.
 
-    Applies splitmix64's finaliser (Steele et al. 2014) to key + id x golden ratio; int64 products wrap.
+    Applies splitmix64's finaliser (Steele et al. 2014) to key + id x golden ratio; int64 products wrap. Works in place,
+    since for a whole vocabulary, memory traffic takes as long as the arithmetic.
     """
     x = keys + token_ids * _GOLDEN
-    x = (x ^ _shift_right(x, 30)) * _MULTIPLY_1
-    x = (x ^ _shift_right(x, 27)) * _MULTIPLY_2
-    bits = _shift_right(x ^ _shift_right(x, 31), 12)  # 52 bits, so that adding 0.5 is exact in float64
-    return (bits.to(torch.float64) + 0.5) * 2.0**-52
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_MULTIPLY_1)
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_MULTIPLY_2)
+    x.bitwise_xor_(_shift_right(x, 31))
+    bits = _shift_right(x, 12)  # 52 bits, so that adding 0.5 is exact in float64
+    return bits.to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
 def gumbel(at: int, token_ids: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ def gumbel(at: int, token_ids: Tensor) -> Tensor:
 
 def gumbels(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Returns standard Gumbel noise for int64 `keys` and `token_ids` of broadcastable shapes, float64."""
-    return -torch.log(-torch.log(uniform(keys, token_ids)))
+    return uniform(keys, token_ids).log_().neg_().log_().neg_()
 
 
 def gumbel_argmax(scores: Tensor, at: int) -> int:
@@ -89,7 +91,7 @@ def gumbel_maxima(scores: Tensor, keys: Tensor, begin: int = 0) -> tuple[Tensor,
     ids = torch.arange(begin, begin + scores.shape[1], device=scores.device)
     at_once = max(1, NOISE_PER_GROUP[scores.device.type] // len(ids))
     parts = zip(torch.split(scores, at_once), torch.split(keys, at_once), strict=True)
-    maxima = [(part + gumbels(some.unsqueeze(1), ids)).max(dim=-1) for part, some in parts]
+    maxima = [gumbels(some.unsqueeze(1), ids).add_(part).max(dim=-1) for part, some in parts]
     return torch.cat([part.values for part in maxima]), torch.cat([part.indices for part in maxima])
 
 
