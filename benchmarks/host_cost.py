@@ -117,17 +117,22 @@ class ScriptedRunner:
                 self._buffers[shape] = StepBuffer([len(part) for part in packed.integers], self._cache.device)
             self._buffers[shape].write(packed.integers)
         began = time.perf_counter()
-        tokens = torch.tensor([token for row in rows for token in self._drawn(row)])
+        drawn = torch.tensor([each for row in rows for each in self._drawn(row)])
         self.script_s = time.perf_counter() - began
-        return ForwardOutput(torch.empty(len(tokens), 0), None, tokens=tokens)
+        return ForwardOutput(torch.empty(len(drawn), 0), None, drawn=drawn)
 
-    def _drawn(self, row: InputRow) -> list[int]:
-        """Returns the next token of the text, or another one that ends it, at every position with logits."""
+    def _drawn(self, row: InputRow) -> list[tuple[int, bool]]:
+        """Returns the next token of the text, or another one that ends it, at every position with logits, and whether
+        the tokens before are of the text.
+        """
         following = [*row.tokens[len(row.tokens) - row.logits + 1 :], 0] if row.logits else []
-        return [
-            token if token and self._random.random() < ACCEPTED else self._random.randrange(10, VOCABULARY)
-            for token in following
-        ]
+        drawn = []
+        is_reached = True
+        for token in following:
+            stays = bool(token) and self._random.random() < ACCEPTED
+            drawn.append((token if stays else self._random.randrange(10, VOCABULARY), is_reached))
+            is_reached = is_reached and stays
+        return drawn
 
     def read_states(self, slots: Sequence[int]) -> bytes:
         raise NotImplementedError("no states are captured")

@@ -26,7 +26,7 @@ def never() -> bool:
     return False
 
 
-BATCH_LISTS = 4  # tokens, positions, slots to write, and indices of the positions with logits
+BATCH_LISTS = 5  # tokens, positions, slots to write, indices of the positions with logits, and their parents
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,15 @@ class PackedStep:
     """A step as lists of integers, which are copied to the device in one operation.
 
     `integers` are the tokens, their positions, the slots to write, the indices in the flat batch at which logits are
-    requested, then those of the draws, then those of the attention plan.
+    requested, the parents of these positions (`FlatRows.parents`), then those of the draws, then those of the attention
+    plan.
     """
 
     rows: Sequence[InputRow]
     cache: PagedCache
     plan: AttentionPlan
     integers: list[Sequence[int] | Integers]
+    longest: int  # most positions with logits of a row
 
     @classmethod
     def exact(
@@ -49,8 +51,8 @@ class PackedStep:
         """Packs a step without padding."""
         plan = backend.plan(rows, cache)
         flat = FlatRows(rows, cache.page_size)
-        lists = [flat.tokens, flat.positions, flat.written, flat.logit_at]
-        return cls(rows, cache, plan, [*lists, *draws.integers, *plan.integers])
+        lists = [flat.tokens, flat.positions, flat.written, flat.logit_at, flat.parents]
+        return cls(rows, cache, plan, [*lists, *draws.integers, *plan.integers], flat.longest)
 
     @classmethod
     def padded(
@@ -67,8 +69,10 @@ class PackedStep:
             padded(flat.positions, shape.tokens),
             padded(flat.written, shape.tokens, cache.scrap_slot),
             padded(flat.logit_at, shape.positions),
+            padded(flat.parents, shape.positions),
         ]
-        return cls(rows, cache, plan, [*lists, *draws.padded(shape.sampled, shape.positions), *plan.integers])
+        integers = [*lists, *draws.padded(shape.sampled, shape.positions), *plan.integers]
+        return cls(rows, cache, plan, integers, shape.positions)
 
 
 class RaggedBatch:
@@ -77,11 +81,13 @@ class RaggedBatch:
     def __init__(self, step: PackedStep, parts: Sequence[Tensor], interrupted: Callable[[], bool] = never) -> None:
         """`parts` are the step's integers as one-dimensional tensors."""
         self.cache = step.cache
+        self.longest = step.longest
         self._rows = step.rows
         self._plan = step.plan
         self._interrupted = interrupted
-        # tokens, positions: (total,); written: (total,) slots in the pool; logit_at: (requested,) indices in the batch
-        self.tokens, self.positions, self.written, self.logit_at = parts[:BATCH_LISTS]
+        # tokens, positions: (total,); written: (total,) slots in the pool; logit_at: (requested,) indices in the batch;
+        # parents: (requested,) indices in logit_at
+        self.tokens, self.positions, self.written, self.logit_at, self.parents = parts[:BATCH_LISTS]
         self.draws = DrawsOnDevice.of(parts[BATCH_LISTS : BATCH_LISTS + DRAW_LISTS])
         self._plan_parts = parts[BATCH_LISTS + DRAW_LISTS :]
 
@@ -171,7 +177,8 @@ class PackedChain:
         positions, ends, slots = places
         split = BATCH_LISTS + DRAW_LISTS
         plan = parts_at(last[split:], positions, ends)
-        return RaggedBatch(self.last, [tokens, positions, slots, *last[BATCH_LISTS - 1 : split], *plan])
+        fed = [tokens, positions, slots]
+        return RaggedBatch(self.last, [*fed, *last[len(fed) : split], *plan])
 
 
 def exact_batch(

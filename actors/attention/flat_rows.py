@@ -5,7 +5,7 @@ computed one at a time.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -43,10 +43,25 @@ class FlatRows:
         logits = [row.logits for row in rows]
         if logits != lengths:
             self.logit_at = index[index >= (self.starts[1:] - np.array(logits, np.int64)).repeat(counts)]
+        self.longest = max(logits, default=0)  # most positions with logits of a row
+        self.parents = self._parents(rows, logits)  # (positions with logits,)
 
     def __len__(self) -> int:
         """Returns the number of tokens."""
         return int(self.starts[-1])
+
+    def _parents(self, rows: Sequence[InputRow], logits: Sequence[int]) -> Integers:
+        """Returns, per position with logits, the index of the one before it in its chain or tree. The first of a row is
+        its own parent.
+        """
+        parents = np.arange(-1, len(self.logit_at) - 1)
+        ends = [*accumulate(logits, initial=0)]
+        parents[[begin for begin, end in pairwise(ends) if begin < end]] += 1
+        for row, (begin, end) in zip(rows, pairwise(ends), strict=True):
+            if row.parents and len(row.parents) < end - begin:
+                root = end - len(row.parents)  # the first node; its parent is the position before it
+                parents[root:end] = np.array(row.parents) + root
+        return parents
 
     def _add_trees(self, rows: Sequence[InputRow]) -> None:
         trees = [index for index, row in enumerate(rows) if row.parents]

@@ -18,7 +18,14 @@ from torch import Tensor
 from actors.compute.kv_cache import InputRow, to_device
 from actors.engine.runner import Runner
 from actors.grammars import GrammarCompiler
-from actors.sampling.acceptance import DrawAddress, PendingBlock, decide, draws_of
+from actors.sampling.acceptance import (
+    BlockDecision,
+    DrawAddress,
+    PendingBlock,
+    decide,
+    decided_in_step,
+    draws_of,
+)
 from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorChain, ProcessorFactory, chain_of
 from actors.sampling.scoring import decided_scores, margin, score
 from cluster.verification.step import Outcome, Row, StateRead, StepPlan, with_states_of_rows
@@ -87,14 +94,16 @@ class StepExecutor:
         at = _deciding_positions(plan.rows, feeds)
         draws = draws_of(blocks, at, self._needs_logits(plan.rows, blocks))
         output = self._runner.forward(feeds, plan.copies, moves=plan.moves, draws=draws)
+        if output.drawn is not None and not draws.needs_logits:
+            return self._outcomes(rows, blocks, decided_in_step(blocks, output.drawn), output.logits)
         logits = output.logits[:, : self._vocabulary]
-        tokens = output.tokens
+        tokens = None if output.drawn is None else output.drawn[:, 0]
         if len(at) < len(logits):
             self._score_prompts(plan.rows, feeds, logits)
             (indices,) = to_device([at], logits.device)
             logits = logits.index_select(0, indices)
             tokens = None if tokens is None else tokens.index_select(0, indices)
-        return self._decide(rows, blocks, logits, tokens)
+        return self._outcomes(rows, blocks, decide(blocks, logits, tokens), logits)
 
     def _opened(self, request: Open) -> _SessionState:
         is_begun = len(request.tokens) > request.prompt_len  # the prompt's scores were sent with the first tokens
@@ -138,11 +147,14 @@ class StepExecutor:
                 assert session.prompt_scores is not None, "prompt scores were not requested"
                 session.prompt_scores[row.start :] = scores  # replaced: tokens are fed again after a loss of pages
 
-    def _decide(
-        self, rows: Sequence[Row], blocks: Sequence[PendingBlock], logits: Tensor, tokens: Tensor | None
+    def _outcomes(
+        self,
+        rows: Sequence[Row],
+        blocks: Sequence[PendingBlock],
+        decisions: Sequence[BlockDecision],
+        logits: Tensor,
     ) -> list[Outcome]:
-        """Decides blocks from the logits of their positions, and from the tokens drawn there, if any."""
-        decisions = decide(blocks, logits, tokens)
+        """Commits decisions to the sessions' texts, and adds scores and margins from the logits of their positions."""
         tops = [self._sessions[row.session].open.scoring.top for row in rows]
         scores = decided_scores(blocks, decisions, tops, logits)
         outcomes = []

@@ -20,7 +20,7 @@ from actors.engine.static_chain import Choose, StaticChain
 from actors.engine.static_step import Recording, StaticStep
 from actors.models.decoder import Decoder, ForwardOutput, decoder_for
 from actors.models.reference_check import check_class
-from actors.sampling.draws import NO_DRAWS, Draws, draw_tokens
+from actors.sampling.draws import NO_DRAWS, Draws, draw_tokens, mark_reached
 from cluster.costs import ForwardCost
 from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy, SlotMove
@@ -44,7 +44,7 @@ class Runner(Protocol):
         moves: Sequence[SlotMove] = (),
         draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
-        """Returns logits, and the tokens drawn from them if the runner draws. The next forward may overwrite both.
+        """Returns logits, and if the runner draws, tokens and accepted ones. The next forward may overwrite both.
 
         Without `draws.needs_logits`, a runner that draws returns no logits.
         """
@@ -179,13 +179,16 @@ class ModelRunner:
         return StaticChain(self._decode, choose, inputs, columns, self.cache, self.attention, self._recording)
 
     def _step(self, batch: RaggedBatch) -> ForwardOutput:
-        """Computes this rank's logits and draws tokens, the part of a forward that is recorded."""
+        """Computes this rank's logits, draws and accepts tokens; this part of a forward is recorded."""
         output = self._decode(batch, self._capture.layers if self._capture is not None else ())
         if self._drawn is None:
             return output
         shard = self._decode.shard
         drawable = output.logits[:, : max(0, self._drawn - shard.begin)]
-        return output._replace(tokens=draw_tokens(drawable, batch.draws, shard))
+        tokens = draw_tokens(drawable, batch.draws, shard)
+        fed = batch.tokens.index_select(0, batch.logit_at)
+        reached = mark_reached(tokens, fed, batch.parents, batch.longest)
+        return output._replace(drawn=torch.stack([tokens, reached.long()], dim=1))
 
     @torch.inference_mode()
     def read_states(self, slots: Sequence[int]) -> bytes:
@@ -229,8 +232,8 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
 
 def _forward(runner: Runner, rows: list[InputRow]) -> None:
     output = runner.forward(rows, draws=Draws(needs_logits=False))
-    tokens = output.logits.max(dim=-1).indices if output.tokens is None else output.tokens
-    tokens.tolist()  # fetches the result, as a verdict does
+    drawn = output.logits.max(dim=-1).indices if output.drawn is None else output.drawn
+    drawn.tolist()  # fetches the result, as a verdict does
 
 
 def fastest_s(todo: Sequence[Callable[[], object]]) -> list[float]:

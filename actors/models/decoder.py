@@ -43,7 +43,7 @@ class ForwardOutput(NamedTuple):
     logits: Tensor  # (positions, columns); no columns if `Draws.needs_logits` is False and the runner draws
     hidden: Tensor | None  # (positions, hidden): inputs of the LM head; None if not exposed by the model's code
     streams: Tensor | None = None  # (tokens, layers x hidden), if layers were requested
-    tokens: Tensor | None = None  # (positions,): results of `draw_tokens`, from runners that draw
+    drawn: Tensor | None = None  # (positions, 2): `draw_tokens` and `mark_reached`, from runners that draw
 
     def first(self, tokens: int, positions: int) -> "ForwardOutput":
         """Returns the outputs of the first tokens and positions, without those of padding."""
@@ -51,7 +51,7 @@ class ForwardOutput(NamedTuple):
             logits=self.logits[:positions],
             hidden=None if self.hidden is None else self.hidden[:positions],
             streams=None if self.streams is None else self.streams[:tokens],
-            tokens=None if self.tokens is None else self.tokens[:positions],
+            drawn=None if self.drawn is None else self.drawn[:positions],
         )
 
 

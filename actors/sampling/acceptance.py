@@ -158,21 +158,38 @@ class _OnDevice:
     read: Callable[[list[int]], list[BlockDecision | None]]
 
 
+def decided_in_step(blocks: Sequence[PendingBlock], drawn: Tensor) -> list[BlockDecision]:
+    """Reads the decisions about blocks that the step itself decided (`PendingBlock.is_drawn_in_step`).
+
+    `drawn`, (positions, 2), lists the tokens drawn at all positions and whether these draws lead there
+    (`mark_reached`); it is copied to the host once.
+    """
+    tokens, reached = drawn.cpu().T.tolist()
+    decisions = []
+    begin = 0
+    for block in blocks:
+        end = begin + len(block.draft.tokens) + 1
+        nodes = [node for node, is_reached in enumerate(reached[begin + 1 : end]) if is_reached]
+        last = begin + nodes[-1] + 1 if nodes else begin
+        is_finite = NOT_FINITE not in tokens[begin:end]
+        decisions.append(BlockDecision(tuple(nodes), tokens[last]) if is_finite else NOT_DECIDED)
+        begin = end
+    return decisions
+
+
 def decide(blocks: Sequence[PendingBlock], logits: Tensor, tokens: Tensor | None = None) -> list[BlockDecision]:
     """Decides all blocks. `logits` concatenates their logits, (sum of the blocks' positions, vocabulary).
 
     `tokens`, (positions,), are the results of `draw_tokens` for the draws of these blocks; by default, they are drawn
-    here. If they decide all blocks (`is_drawn_in_step`), `logits` may have no columns. If the largest logit of a row is
-    not finite, its block stays undecided. NOT_FINITE replaces the token, so the flag needs no further copy. The few
-    blocks that need more than the likeliest candidates are decided again with all tokens.
+    here. If the largest logit of a row is not finite, its block stays undecided. NOT_FINITE replaces the token, so the
+    flag needs no further copy. The few blocks that need more than the likeliest candidates are decided again with all
+    tokens.
     """
     if not blocks:
         return []
     if tokens is None:
         tokens = draw_tokens(logits, DrawsOnDevice.of(to_device(draws_of(blocks).integers, logits.device)))
     drawn = [index for index, block in enumerate(blocks) if block.is_drawn_in_step]
-    if len(drawn) == len(blocks):  # the usual case
-        return _matched(blocks, tokens.tolist())
     row_ranges = [range(*ends) for ends in pairwise([0, *accumulate(block.positions for block in blocks)])]
     decisions: list[BlockDecision | None] = [None] * len(blocks)
     for exhaustive in (False, True):

@@ -1,7 +1,8 @@
-"""Draws the tokens of greedy requests, and of requests that sample from unmodified logits, in one pass over a step.
+"""Draws the tokens of greedy requests, and of requests that sample from unmodified logits, in one pass over a step, and
+accepts the draft tokens that equal them.
 
 These requests differ only in temperature and key, which are tensors here, so any mix of them takes the same few
-operations. No shape depends on a value, so a captured step can include the draws.
+operations. No shape depends on a value, so a captured step can include them.
 
 Tensor-parallel ranks hold shards of the logits. Noise is a function of key and token, so every rank draws from its own
 columns, and the ranks exchange only their best candidates.
@@ -20,6 +21,7 @@ from actors.compute.collectives import Shard, SingleRank
 from actors.compute.input_row import Integers
 from actors.sampling.gumbel import gumbel_maxima
 from actors.sampling.truncation import scaled
+from protos.draft_tree import MAX_BLOCK_TOKENS
 
 NOT_FINITE = -1  # token of a position with non-finite logits
 LOGITS_PER_GROUP = {"cpu": 1 << 18, "cuda": 1 << 24}  # logits per group; limited by CPU cache or GPU memory
@@ -106,6 +108,22 @@ def draw_tokens(logits: Tensor, draws: DrawsOnDevice, shard: Shard | None = None
         with_spare = torch.cat([tokens, tokens[:1]]).index_copy_(0, draws.sampled, drawn)
         tokens = with_spare[:count]
     return torch.where(torch.isfinite(largest), tokens, NOT_FINITE)
+
+
+def mark_reached(drawn: Tensor, fed: Tensor, parents: Tensor, longest: int) -> Tensor:
+    """Returns whether the target's draws lead to each position, (positions,), bool.
+
+    `drawn` and `fed` are the tokens drawn and fed at the positions; `parents` are indices of the positions before, as
+    in `FlatRows.parents`. The first position of a block, its own parent, is always reached. Any other is reached if its
+    parent is and drew its token, so under Gumbel coupling, the reached draft tokens are accepted. A block has up to
+    `longest` positions. Each round doubles the checked distance to the parents (pointer jumping, Wyllie 1979).
+    """
+    reached = (fed == drawn[parents]) | (parents == torch.arange(len(parents), device=parents.device))
+    depth = min(longest - 1, MAX_BLOCK_TOKENS)
+    for _ in range(max(0, depth - 1).bit_length()):
+        reached = reached & reached[parents]
+        parents = parents[parents]
+    return reached
 
 
 def _sample(

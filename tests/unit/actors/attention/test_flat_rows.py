@@ -49,6 +49,19 @@ def test_arrays_concatenate_what_rows_define(seed, count):
     logit_at = [at for row, end in zip(rows, ends, strict=True) for at in range(end - row.logits, end)]
     assert flat.logit_at.tolist() == logit_at
     assert flat.starts.tolist() == [0, *ends]
+    firsts = np.cumsum([0, *[row.logits for row in rows]]).tolist()
+    assert flat.parents.tolist() == [
+        first + parent for row, first in zip(rows, firsts, strict=False) for parent in parents_of(row)
+    ]
+    assert flat.longest == max((row.logits for row in rows), default=0)
+
+
+def parents_of(row: InputRow) -> list[int]:
+    """Returns the parents of a row's positions with logits, counted from the first one."""
+    root = row.logits - len(row.parents) - 1
+    if not row.parents or root < 0:
+        return [max(0, at - 1) for at in range(row.logits)]
+    return [*[max(0, at - 1) for at in range(root + 1)], *[root + 1 + parent for parent in row.parents]]
 
 
 def test_a_page_table_grows_and_is_replaced_from_any_page_on():

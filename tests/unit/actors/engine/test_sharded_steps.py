@@ -90,7 +90,7 @@ class FromLogits:
 
     def forward(self, *arguments: Any, draws: Draws, **options: Any) -> ForwardOutput:
         output = self._runner.forward(*arguments, draws=replace(draws, needs_logits=True), **options)
-        return output._replace(tokens=None)
+        return output._replace(drawn=None)
 
     def read_states(self, slots: Sequence[int]) -> bytes:
         return self._runner.read_states(slots)

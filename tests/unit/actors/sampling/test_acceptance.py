@@ -8,10 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.sampling.acceptance import NOT_DECIDED, BlockDecision, DrawAddress, PendingBlock, decide
+from actors.attention.flat_rows import FlatRows
+from actors.compute.input_row import InputRow
+from actors.sampling.acceptance import (
+    NOT_DECIDED,
+    BlockDecision,
+    DrawAddress,
+    PendingBlock,
+    decide,
+    decided_in_step,
+    draws_of,
+)
+from actors.sampling.draws import DrawsOnDevice, draw_tokens, mark_reached
 from actors.sampling.logits_processors import ProcessorChain, chain_of, paths_of
 from actors.sampling.truncation import filtered
-from protos.draft_tree import DraftTree, SparseProbs
+from protos.draft_tree import MAX_BLOCK_TOKENS, DraftTree, SparseProbs
 from protos.messages import Acceptance, Sampling, TokenRules
 from tests.sampling_reference import accept
 from tests.unit.actors.sampling.processor_opens import opened
@@ -121,6 +132,44 @@ def test_trees_of_a_step_are_accepted_along_more_than_their_first_chain():
 def a_tree_block(seed: int) -> PendingBlock:
     tree = grown(Random(seed), 6, VOCABULARY)
     return PendingBlock(Acceptance.COUPLED, SAMPLINGS[3], tree, None, DrawAddress(seed, 0, 3))
+
+
+def accepted_on_device(step: list[PendingBlock], logits: Tensor) -> list[BlockDecision]:
+    """Decides blocks as a captured step does, after a row without logits."""
+    prompt = InputRow((1, 2, 3), 0, 0, (0,))
+    rows = [
+        InputRow((4, *b.draft.tokens), 3, b.positions, (0,), () if b.draft.is_chain else b.draft.parents) for b in step
+    ]
+    flat = FlatRows([prompt, *rows], 4 + MAX_BLOCK_TOKENS)
+    fed, parents = torch.from_numpy(flat.tokens[flat.logit_at]), torch.from_numpy(flat.parents)
+    own = draw_tokens(logits, DrawsOnDevice.of([torch.from_numpy(part) for part in draws_of(step).integers]))
+    reached = mark_reached(own, fed, parents, flat.longest)
+    return decided_in_step(step, torch.stack([own, reached.long()], dim=1))
+
+
+@given(st.lists(st.tuples(trees(VOCABULARY, 8), st.sampled_from([SAMPLINGS[0], SAMPLINGS[2]])), min_size=1), st.data())
+def test_a_step_accepts_on_the_device_what_the_reference_accepts(blocks, data):
+    step = [
+        PendingBlock(Acceptance.COUPLED, sampling, tree, None, DrawAddress(at, 0, 3))
+        for at, (tree, sampling) in enumerate(blocks)
+    ]
+    logits = some_logits(step, data.draw(st.integers(0, 2**16)))
+    assert accepted_on_device(step, logits) == one_by_one(step, logits)
+    bad = data.draw(st.integers(0, len(step) - 1))
+    first = sum(block.positions for block in step[:bad])
+    logits[data.draw(st.integers(first, first + step[bad].positions - 1)), 2] = torch.nan
+    assert accepted_on_device(step, logits) == decide(step, logits)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 63, 64, 65, 127, MAX_BLOCK_TOKENS])
+def test_the_longest_blocks_are_accepted_on_the_device_up_to_their_first_wrong_token(accepted):
+    tokens = tuple(at % VOCABULARY for at in range(MAX_BLOCK_TOKENS))
+    block = a_block(Sampling(temperature=0.0), draft=tokens)
+    logits = torch.zeros(block.positions, VOCABULARY)
+    logits[range(MAX_BLOCK_TOKENS), tokens] = 1.0
+    logits[accepted, (accepted + 5) % VOCABULARY] = 2.0
+    decision = BlockDecision(tuple(range(accepted)), (accepted + 5) % VOCABULARY)
+    assert accepted_on_device([block], logits) == [decision]
 
 
 def test_nothing_to_decide_is_no_decision():
