@@ -330,7 +330,8 @@ def test_draws_for_rejection_sampling_follow_the_probabilities_sent(kind: Kind) 
         want = wanted_block(kind.text, LENGTH, seed=seed, least_chance=0.9, shape=Shape.TREE, **EXACT)
         drafter = Drafter(kind).open(want)
         (block,) = drafter.draft(want)
-        assert drafter.draft(want) == [block]
+        (again,) = drafter.draft(want)
+        assert equal(again, block), "only the last token is read again, which may round differently"
         shorter = fresh(kind, replace(want, max_tokens=2))
         assert shorter.tree == block.tree.first(2)
         found.add(block.tokens)
