@@ -44,7 +44,7 @@ class Runner(Protocol):
         moves: Sequence[SlotMove] = (),
         draws: Draws = NO_DRAWS,
     ) -> ForwardOutput:
-        """Returns logits, and if the runner draws, tokens and accepted ones. The next forward may overwrite both.
+        """Returns logits and, if the runner draws, tokens and accepted positions. The next forward may overwrite both.
 
         Without `draws.needs_logits`, a runner that draws returns no logits.
         """
