@@ -42,7 +42,7 @@ class PackedStep:
     cache: PagedCache
     plan: AttentionPlan
     integers: list[Sequence[int] | Integers]
-    longest: int  # most positions with logits of a row
+    longest: int  # maximum number of positions with logits per row
 
     @classmethod
     def exact(

@@ -43,7 +43,7 @@ class FlatRows:
         logits = [row.logits for row in rows]
         if logits != lengths:
             self.logit_at = index[index >= (self.starts[1:] - np.array(logits, np.int64)).repeat(counts)]
-        self.longest = max(logits, default=0)  # most positions with logits of a row
+        self.longest = max(logits, default=0)  # maximum number of positions with logits per row
         self.parents = self._parents(rows, logits)  # (positions with logits,)
 
     def __len__(self) -> int:
@@ -51,8 +51,9 @@ class FlatRows:
         return int(self.starts[-1])
 
     def _parents(self, rows: Sequence[InputRow], logits: Sequence[int]) -> Integers:
-        """Returns, per position with logits, the index of the one before it in its chain or tree. The first of a row is
-        its own parent.
+        """Returns the parent of each position with logits: the index of the position before it in its chain or tree.
+
+        A row's first position is its own parent.
         """
         parents = np.arange(-1, len(self.logit_at) - 1)
         ends = [*accumulate(logits, initial=0)]

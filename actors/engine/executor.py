@@ -18,14 +18,7 @@ from torch import Tensor
 from actors.compute.kv_cache import InputRow, to_device
 from actors.engine.runner import Runner
 from actors.grammars import GrammarCompiler
-from actors.sampling.acceptance import (
-    BlockDecision,
-    DrawAddress,
-    PendingBlock,
-    decide,
-    decided_in_step,
-    draws_of,
-)
+from actors.sampling.acceptance import BlockDecision, DrawAddress, PendingBlock, decide, decided_in_step, draws_of
 from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorChain, ProcessorFactory, chain_of
 from actors.sampling.scoring import decided_scores, margin, score
 from cluster.verification.step import Outcome, Row, StateRead, StepPlan, with_states_of_rows

@@ -160,7 +160,7 @@ class ModelRunner:
     def capture_steps(self) -> None:
         """Captures the steps of all shapes, if there are any; before serving, since a capture takes longer than a step.
 
-        Writes only to pages that no row owns. If a capture fails, steps run operation by operation.
+        Writes only to unused pages. If a capture fails, steps run eagerly.
         """
         if self._static is None:
             return
@@ -179,7 +179,7 @@ class ModelRunner:
         return StaticChain(self._decode, choose, inputs, columns, self.cache, self.attention, self._recording)
 
     def _step(self, batch: RaggedBatch) -> ForwardOutput:
-        """Computes this rank's logits, draws and accepts tokens; this part of a forward is recorded."""
+        """Computes this rank's logits, then draws and accepts tokens: the captured part of a forward."""
         output = self._decode(batch, self._capture.layers if self._capture is not None else ())
         if self._drawn is None:
             return output

@@ -1,6 +1,6 @@
 """Finds out whether a model's own code can be captured: whether its operations depend only on the number of tokens.
 
-The code runs on fake tensors, which have shapes and devices but no values, so it fails where it needs a value.
+The code runs on fake tensors, which have shapes and devices but no values, so reading a value fails.
 transformers' code takes the same branches for fake tensors as during a capture (`transformers.utils.is_tracing`).
 """
 

@@ -159,7 +159,7 @@ class _OnDevice:
 
 
 def decided_in_step(blocks: Sequence[PendingBlock], drawn: Tensor) -> list[BlockDecision]:
-    """Reads the decisions that the step itself made, about blocks with `is_drawn_in_step`.
+    """Reads the step's own decisions about blocks with `is_drawn_in_step`.
 
     `drawn`, (positions, 2), lists the tokens drawn at all positions and whether these draws lead there
     (`mark_reached`); it is copied to the host once.

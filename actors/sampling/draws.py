@@ -111,7 +111,7 @@ def draw_tokens(logits: Tensor, draws: DrawsOnDevice, shard: Shard | None = None
 
 
 def mark_reached(drawn: Tensor, fed: Tensor, parents: Tensor, longest: int) -> Tensor:
-    """Returns whether the target's draws lead to each position, (positions,), bool.
+    """Returns a mask of the positions that the target's draws reach, (positions,), bool.
 
     `drawn` and `fed` are the tokens drawn and fed at the positions; `parents` are indices of the positions before, as
     in `FlatRows.parents`. The first position of a block, its own parent, is always reached. Any other is reached if its

@@ -42,7 +42,7 @@ def keys(seed: int, choice: int, positions: Iterable[int], purpose: Purpose) -> 
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Returns x shifted right without sign extension, unlike torch's operator."""
+    """Shifts right logically; torch's operator shifts arithmetically."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

@@ -65,7 +65,7 @@ def varlen(*arguments: Any, **more: Any) -> Tensor:
 
 
 def exactly_bounded_varlen(*arguments: Any, **more: Any) -> Tensor:
-    """Computes `varlen`, and requires the exact bounds of a step without padding."""
+    """Computes `varlen`; asserts the exact bounds of an unpadded step."""
     given = inspect.signature(varlen_attn).bind(*arguments, **more).arguments
     assert given["max_q"] == int(given["cu_seq_q"].diff().max())
     assert given["max_k"] == int(given["seqused_k"].max())

@@ -21,7 +21,7 @@ NUMBERS = (1, 16)  # of tokens
 
 
 def lifted_to(device: str) -> Tensor:
-    """Does what `torch.tensor` does for a GPU."""
+    """Lifts a tensor on a device, as `torch.tensor` does on a GPU."""
     lifted: Tensor = torch.ops.aten.lift_fresh(torch.empty((), device=device))
     return lifted
 
