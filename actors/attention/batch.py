@@ -42,7 +42,7 @@ class PackedStep:
     cache: PagedCache
     plan: AttentionPlan
     integers: list[Sequence[int] | Integers]
-    longest: int  # maximum number of positions with logits per row
+    longest: int  # upper bound of the positions with logits per row
 
     @classmethod
     def exact(

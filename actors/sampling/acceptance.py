@@ -7,6 +7,8 @@ text after one.
   noise as the drafter. A draft token is accepted if it equals the target's own draw. In a tree, acceptance walks from
   the root to the child that equals the target's draw, and so on. The output depends only on prefix, parameters and seed
   (Daliri et al. 2024, arXiv 2408.07978).
+  If no row of a step needs its logits on the host, the step itself accepts (`draws.mark_reached`), and
+  `decided_in_step` only reads the result; otherwise `match` does the same.
 * Rejection sampling (`rejection`): a draft token x is accepted with probability min(1, target_probs[x] /
   draft_probs[x]). After a rejection, the recovered token is drawn from the normalized max(target_probs - draft_probs,
   0) (Leviathan et al. 2023, arXiv 2211.17192). A draft token without probabilities counts as a point mass. Supports
@@ -111,7 +113,7 @@ class PendingBlock:
 
     @property
     def is_drawn_in_step(self) -> bool:
-        """True if `draw_tokens` decides the block: it needs neither processed logits nor probabilities."""
+        """True if the step itself can decide the block: it needs neither processed logits nor probabilities."""
         if self.chain is not None:
             return False
         return self.sampling.greedy or (self.rule is Acceptance.COUPLED and not self.sampling.is_filtered)

@@ -34,7 +34,7 @@ DRAW_LISTS = 3  # lists of `Draws.integers`
 class Draws:
     """Temperature and key of each sampled position of a step; all other positions take the likeliest token.
 
-    `needs_logits` is False if only the step's tokens are read; a runner that draws then returns no logits.
+    `needs_logits` is False if only drawn and accepted tokens are read; a runner that draws then returns no logits.
     """
 
     sampled: tuple[int, ...] = ()  # indices among the positions with logits
@@ -110,15 +110,18 @@ def draw_tokens(logits: Tensor, draws: DrawsOnDevice, shard: Shard | None = None
     return torch.where(torch.isfinite(largest), tokens, NOT_FINITE)
 
 
-def mark_reached(drawn: Tensor, fed: Tensor, parents: Tensor, longest: int) -> Tensor:
+def mark_reached(tokens: Tensor, fed: Tensor, parents: Tensor, longest: int) -> Tensor:
     """Returns a mask of the positions that the target's draws reach, (positions,), bool.
 
-    `drawn` and `fed` are the tokens drawn and fed at the positions; `parents` are indices of the positions before, as
+    `tokens` and `fed` are the tokens drawn and fed at the positions; `parents` are indices of the positions before, as
     in `FlatRows.parents`. The first position of a block, its own parent, is always reached. Any other is reached if its
-    parent is and drew its token, so under Gumbel coupling, the reached draft tokens are accepted. A block has up to
-    `longest` positions. Each round doubles the checked distance to the parents (pointer jumping, Wyllie 1979).
+    parent is and drew its token. So in greedy and Gumbel-coupled blocks, the reached draft tokens are accepted. They
+    form one path, since siblings have distinct tokens. `acceptance.match` applies the same rule on the host.
+
+    A row has at most `longest` positions. Each round doubles the checked distance to the parents (pointer jumping,
+    Wyllie 1979). Marks beyond the longest possible block, as in scored prompts, are undefined.
     """
-    reached = (fed == drawn[parents]) | (parents == torch.arange(len(parents), device=parents.device))
+    reached = (fed == tokens[parents]) | (parents == torch.arange(len(parents), device=parents.device))
     depth = min(longest - 1, MAX_BLOCK_TOKENS)
     for _ in range(max(0, depth - 1).bit_length()):
         reached = reached & reached[parents]
