@@ -21,6 +21,8 @@ from actors.attention.flat_rows import WORDS, FlatRows, padded
 from actors.compute.input_row import Integers
 from actors.compute.kv_cache import InputRow, PagedCache
 
+WORKSPACE_BYTES = 256 << 20  # limit on partial results; beyond it, each program processes all splits of its queries
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTensors:

@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.errors import TritonError
 
 from actors.attention import ScoreOptions
 from actors.attention.flat_rows import WORD, WORDS
-from actors.attention.paged import StepTensors
+from actors.attention.paged import WORKSPACE_BYTES, StepTensors
 
 SPLIT = 512  # keys per partial result
-WORKSPACE_BYTES = 256 << 20  # limit on partial results; beyond it, each program processes all splits of its queries
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(2**31 - 1)  # beyond any slot
 ROWS_AT_ONCE = tl.constexpr(256)  # row starts per comparison
@@ -67,7 +67,7 @@ def attend(
     Queries have shape (tokens, heads, head dim), the pool (positions, 2 x kv heads, head dim): a position's keys, then
     its values. A head's elements are adjacent; other strides are free. Never waits for the device, and allocates by
     shape alone. If partial results need more than `workspace_bytes`, each program attends its queries to all splits,
-    with the same operations in the same order.
+    with the same operations in the same order. Raises RuntimeError if the kernel does not compile or fit.
     """
     assert replace(options, softcap=None).is_plain, "this kernel supports only windows and soft caps"
     assert query.stride(2) == pool.stride(2) == 1, "elements of a head must be adjacent"
@@ -95,54 +95,57 @@ def attend(
         # Fusing a multiply and an add rounds once instead of twice, and both kernels must round the same way.
         "enable_fp_fusion": False,
     }
-    # Each row has at least as many programs as blocks; see `_row_of`.
-    attend_kernel[tokens // blocks.tokens + rows, kv_heads, 1 if in_one_pass else splits](
-        query,
-        pool,
-        out,
-        partial,
-        maxima,
-        totals,
-        step.positions,
-        step.prefixes,
-        step.stops,
-        step.ancestors,
-        step.row_starts,
-        step.block_table,
-        rows,
-        pages,
-        splits,
-        query.stride(0),
-        query.stride(1),
-        pool.stride(0),
-        pool.stride(1),
-        options.window or 0,
-        options.scaling or head_dim**-0.5,
-        options.softcap or 0.0,
-        PAGE_SIZE=page_size,
-        HAS_SOFTCAP=options.softcap is not None,
-        IN_ONE_PASS=in_one_pass,
-        BLOCK_T=blocks.tokens,
-        BLOCK_Q=blocks.queries,
-        BLOCK_N=blocks.keys,
-        num_warps=blocks.warps,
-        num_stages=2,
-        **shared,
-    )
-    if not in_one_pass:
-        add_kernel[tokens, kv_heads](
+    try:
+        # Each row has at least as many programs as blocks; see `_row_of`.
+        attend_kernel[tokens // blocks.tokens + rows, kv_heads, 1 if in_one_pass else splits](
+            query,
+            pool,
+            out,
             partial,
             maxima,
             totals,
-            out,
             step.positions,
+            step.prefixes,
             step.stops,
+            step.ancestors,
+            step.row_starts,
+            step.block_table,
+            rows,
+            pages,
             splits,
+            query.stride(0),
+            query.stride(1),
+            pool.stride(0),
+            pool.stride(1),
             options.window or 0,
-            BLOCK_G=triton.next_power_of_2(group),
-            num_warps=max(1, triton.next_power_of_2(group) * blocks.dims // 2048),
+            options.scaling or head_dim**-0.5,
+            options.softcap or 0.0,
+            PAGE_SIZE=page_size,
+            HAS_SOFTCAP=options.softcap is not None,
+            IN_ONE_PASS=in_one_pass,
+            BLOCK_T=blocks.tokens,
+            BLOCK_Q=blocks.queries,
+            BLOCK_N=blocks.keys,
+            num_warps=blocks.warps,
+            num_stages=2,
             **shared,
         )
+        if not in_one_pass:
+            add_kernel[tokens, kv_heads](
+                partial,
+                maxima,
+                totals,
+                out,
+                step.positions,
+                step.stops,
+                splits,
+                options.window or 0,
+                BLOCK_G=triton.next_power_of_2(group),
+                num_warps=max(1, triton.next_power_of_2(group) * blocks.dims // 2048),
+                **shared,
+            )
+    except TritonError as error:  # of its compiler, or of a device with too little shared memory
+        raise RuntimeError(f"Triton's kernel cannot run here: {error}") from error
     return out
 
 

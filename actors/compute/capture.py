@@ -5,6 +5,7 @@ run what is captured.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -31,16 +32,24 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # libraries have a workspace per stream
 
     def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             step()  # libraries allocate their workspaces in the first call, which cannot be captured
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = step()
+        try:
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                output = step()
+        except Exception:
+            # If torch cannot end a capture, it leaves its stream current, and its allocator in the capture.
+            torch.cuda.set_stream(current)
+            with suppress(RuntimeError):  # the capture did end
+                torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
+            raise
         return _Replay(graph, step, output)
 
 

@@ -116,14 +116,14 @@ def draft_with(
     attention, _ = choose_attention(attention_shape(model, page_size), model.device, captured_context)
     # A session has a row for each possible outcome of its verdict.
     rows = min(OUTCOME_ROWS * draft.max_sessions, MAX_ROWS)
-    buckets = Buckets.for_sessions(rows, setup.max_context, page_size, attention)
+    buckets = Buckets.for_sessions(rows, setup.max_context, page_size, attention, draws=False)
     recording = recording_on(model.device, attention, parts.decoder, buckets) if captures else None
     reserve = Reserve.of_steps(
-        draft.max_sessions * parts.masks.width,
+        max(draft.max_sessions * parts.masks.width, buckets.tokens[-1] if recording else 0),
         len(parts.token_ids),
         model.device,
         graphs=len(buckets.shapes) if recording else 0,
-        chain_steps=captured_steps(setup.draft_tokens, draft.max_sessions) if recording else 0,
+        chain_steps=captured_steps(setup.draft_tokens, rows) if recording else 0,
     )
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share, reserve)
     runner = ModelRunner(
@@ -143,7 +143,7 @@ def draft_with(
         load=_Successors(draft, setup, model, runner, pages, recording) if beside else None,
         noise=noise,
     )
-    method.capture_chains(setup.draft_tokens, draft.max_sessions)
+    method.capture_chains(setup.draft_tokens, rows)  # side branches of trees have rows of their own
     return method
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from actors.attention.paged import WORKSPACE_BYTES
 from actors.attention.select_backend import attention_shape
 from actors.compute.hidden_states import CaptureSpec
 from cluster.config import CacheConfig
@@ -20,7 +21,7 @@ GRAPH_BYTES = (
     10 * MIB
 )  # estimate per graph: its kernels' parameters in the driver; graphs share one pool of activations
 CHAIN_STEP_BYTES = 4 * MIB  # the same estimate per step of a captured chain: a draft model has fewer layers
-LOGIT_BYTES = 4  # sampling computes in float32
+LOGIT_BYTES = 4  # sampling computes in float32; a captured step has two copies in 16 bits
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -70,8 +71,14 @@ class Reserve:
     """Memory, in bytes, that a process needs besides weights and cache pages."""
 
     context: int = 0  # counts only against a share of a GPU: free memory of a whole GPU excludes it already
+    attention: int = 0  # partial results of the kernel
     logits: int = 0  # of the largest step
     graphs: int = 0
+
+    @property
+    def beside_cache(self) -> int:
+        """Size in bytes, except the context."""
+        return self.attention + self.logits + self.graphs
 
     @classmethod
     def of_steps(
@@ -84,7 +91,7 @@ class Reserve:
         logits = logit_rows * vocabulary * LOGIT_BYTES
         if device.type != "cuda":
             return cls(logits=logits)
-        return cls(CONTEXT_BYTES, logits, graphs * GRAPH_BYTES + chain_steps * CHAIN_STEP_BYTES)
+        return cls(CONTEXT_BYTES, WORKSPACE_BYTES, logits, graphs * GRAPH_BYTES + chain_steps * CHAIN_STEP_BYTES)
 
 
 def step_logit_rows(sessions: int, draft_tokens: int, max_step_tokens: int) -> int:
@@ -109,10 +116,12 @@ def page_count(
     if cache.gib is not None:
         pages = int(cache.gib * GIB) // bytes_each
     else:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # memory that torch keeps for reuse counts as used
         free = free_bytes(device)
         if device.type == "cuda":
             free = min(free, remaining_share(device, gpu_share) - reserve.context)
-        room = max(0, int((free - reserve.logits - reserve.graphs) * SHARE_OF_FREE[device.type])) // bytes_each
+        room = max(0, int((free - reserve.beside_cache) * SHARE_OF_FREE[device.type])) // bytes_each
         pages = min(room, sessions * per_session)
     if pages < per_session:
         needed = per_session * bytes_each / GIB

@@ -124,8 +124,9 @@ class ModelRunner:
         self.cache = cache or PagedCache(pages, page_size, shape.sizes, model.dtype, model.device)
         self._decode = decoder or decoder_for(model.eval(), context=context)
         self._capture = capture
-        self._drawn = vocabulary
+        self._drawable = vocabulary
         self._recording = recording
+        self._ranks = ranks
         self._static = None
         if recording is not None:
             assert isinstance(self.attention, PaddedBackend), f"{self.attention.name} has no padded plans"
@@ -152,7 +153,7 @@ class ModelRunner:
             self._capture.cache.move(moves)
             self._capture.cache.copy(copies)
             self._capture.keep(written, output.streams)
-        if draws.needs_logits or self._drawn is None:
+        if draws.needs_logits or self._drawable is None:
             return output._replace(logits=self._decode.shard.gather(output.logits))
         return output._replace(logits=output.logits[:, :0])
 
@@ -160,13 +161,19 @@ class ModelRunner:
     def capture_steps(self) -> None:
         """Captures the steps of all shapes, if there are any; before serving, since a capture takes longer than a step.
 
-        Writes only to unused pages. If a capture fails, steps run eagerly.
+        Writes only to unused pages. If a capture fails, steps run eagerly. With several ranks, this raises ModelError
+        instead, since the other ranks already wait for this one.
         """
         if self._static is None:
             return
         try:
             self._static.capture_all()
         except RuntimeError as error:
+            if self._ranks > 1:
+                raise ModelError(
+                    f"a step cannot be captured as a CUDA graph: {error}; set"
+                    " target.resources_per_rank.cuda_graphs: false"
+                ) from error
             log.warning("steps run without CUDA graphs, which is slower: a capture failed: %s", error)
             self._static = self._recording = None
 
@@ -181,10 +188,10 @@ class ModelRunner:
     def _step(self, batch: RaggedBatch) -> ForwardOutput:
         """Computes this rank's logits, then draws and accepts tokens: the captured part of a forward."""
         output = self._decode(batch, self._capture.layers if self._capture is not None else ())
-        if self._drawn is None:
+        if self._drawable is None:
             return output
         shard = self._decode.shard
-        drawable = output.logits[:, : max(0, self._drawn - shard.begin)]
+        drawable = output.logits[:, : max(0, self._drawable - shard.begin)]
         tokens = draw_tokens(drawable, batch.draws, shard)
         fed = batch.tokens.index_select(0, batch.logit_at)
         reached = mark_reached(tokens, fed, batch.parents, batch.longest)

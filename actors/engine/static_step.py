@@ -26,7 +26,7 @@ from actors.sampling.draws import NO_DRAWS, Draws
 log = logging.getLogger(__name__)
 
 Step = Callable[[RaggedBatch], ForwardOutput]
-"""Computes a batch's logits and draws its tokens."""
+"""Computes a batch's logits, then draws and accepts its tokens."""
 
 
 TOKENS = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 257, 16), 512)
@@ -41,18 +41,26 @@ class Buckets:
     rows: int  # maximum number of rows
     pages: int  # of a page table
     trees_apart: bool = False  # whether steps with trees have shapes of their own
+    samples_apart: bool = True  # whether steps with sampled positions do; a drafter's steps draw nothing
 
     @classmethod
     def for_sessions(
-        cls, sessions: int, context: int, page_size: int, attention: AttentionBackend, tile: int = 1
+        cls,
+        sessions: int,
+        context: int,
+        page_size: int,
+        attention: AttentionBackend,
+        tile: int = 1,
+        draws: bool = True,
     ) -> "Buckets":
         """Covers steps of up to `sessions` rows, each with a block after up to `context` tokens.
 
-        All numbers of tokens are multiples of `tile`.
+        All numbers of tokens are multiples of `tile`. Without `draws`, no step samples.
         """
         most = min(sessions * ROW_TOKENS, TOKENS[-1])
         sizes = {-(-size // tile) * tile for size in TOKENS[: bisect_left(TOKENS, most) + 1]}
-        return cls(tuple(sorted(sizes)), sessions, -(-context // page_size), isinstance(attention, ChainsAndTrees))
+        trees_apart = isinstance(attention, ChainsAndTrees)
+        return cls(tuple(sorted(sizes)), sessions, -(-context // page_size), trees_apart, draws)
 
     def shape(self, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
         """Returns the smallest shape that holds these rows; None if none does, as for long prompts, or for texts beyond
@@ -74,7 +82,7 @@ class Buckets:
         return [
             self._shape(tokens, samples, trees)
             for tokens in reversed(self.tokens)
-            for samples in (True, False)
+            for samples in ((True, False) if self.samples_apart else (False,))
             for trees in ((True, False) if self.trees_apart else (False,))
         ]
 
@@ -129,6 +137,24 @@ def recording_on(
     return Recording(buckets, CudaCapture())
 
 
+class SharedOutput:
+    """Memory for the output of one step at a time; otherwise, each captured step would keep logits of its own."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Tensor] = {}
+
+    def keep(self, output: ForwardOutput) -> ForwardOutput:
+        """Copies an output to this memory, which grows if the output is the largest so far."""
+        parts = {name: part for name, part in output._asdict().items() if part is not None}
+        return output._replace(**{name: self._kept(name, part) for name, part in parts.items()})
+
+    def _kept(self, name: str, part: Tensor) -> Tensor:
+        memory = self._parts.get(name)
+        if memory is None or len(memory) < len(part):
+            memory = self._parts[name] = torch.empty_like(part)
+        return memory[: len(part)].copy_(part)
+
+
 @dataclass(frozen=True, slots=True)
 class _CapturedStep:
     buffer: StepBuffer
@@ -146,6 +172,7 @@ class StaticStep:
         self._buckets = recording.buckets
         self._capture = recording.capture
         self._captured: dict[StepShape, _CapturedStep] = {}
+        self._output = SharedOutput()
 
     def shape(self, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
         """Returns the shape of a step; None if none holds it."""
@@ -175,7 +202,7 @@ class StaticStep:
 
         def step() -> ForwardOutput:
             batch.place()
-            return self._step(batch)
+            return self._output.keep(self._step(batch))
 
         return _CapturedStep(buffer, batch, self._capture(step))
 

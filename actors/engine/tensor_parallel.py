@@ -2,9 +2,9 @@
 
 All ranks run on one node. Messages travel through shared memory (`step_link`), since a Ray call takes milliseconds on a
 machine with few cores. Rank 0 receives step plans from the coordinator and sends rows and draws to its followers. Every
-rank makes the same forward and draws from its part of the vocabulary; rank 0 decides. Ray starts the ranks and reports
-their death. If a rank dies, the others may wait forever in a collective, so the engine fails and the whole replica is
-replaced.
+rank makes the same forward and draws from its part of the vocabulary; rank 0 reads the result. Ray starts the ranks and
+reports their death. If a rank dies, the others may wait forever in a collective, so the engine fails and the whole
+replica is replaced.
 """
 
 import asyncio
@@ -230,7 +230,10 @@ class Rank:
             device,
             spec.resources.gpu_share,
             Reserve.of_steps(
-                max(spec.logit_rows, spec.tile), columns, device, graphs=len(buckets.shapes) if buckets else 0
+                max(spec.logit_rows, spec.tile, buckets.tokens[-1] if buckets else 0),
+                columns,
+                device,
+                graphs=len(buckets.shapes) if buckets else 0,
             ),
         )
         return RankReport(os.getpid(), pages, loaded.report, attention)

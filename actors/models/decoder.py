@@ -43,7 +43,7 @@ class ForwardOutput(NamedTuple):
     logits: Tensor  # (positions, columns); no columns if `Draws.needs_logits` is False and the runner draws
     hidden: Tensor | None  # (positions, hidden): inputs of the LM head; None if not exposed by the model's code
     streams: Tensor | None = None  # (tokens, layers x hidden), if layers were requested
-    drawn: Tensor | None = None  # (positions, 2): `draw_tokens` and `mark_reached`, from runners that draw
+    drawn: Tensor | None = None  # (positions, 2): token drawn, and 1 if the draws lead here (`mark_reached`)
 
     def first(self, tokens: int, positions: int) -> "ForwardOutput":
         """Returns the outputs of the first tokens and positions, without those of padding."""
@@ -407,6 +407,8 @@ class LlamaDecoder:
             except RuntimeError as error:
                 reason = str(error).strip().partition("\n")[0]
                 log.warning("torch cannot fuse operations (%s); install Triton and a C compiler for speed", reason)
+            else:
+                self._least_rows = 1  # fused operations take no padding rows; products pad their own
 
     def capture_fault(self, numbers: Sequence[int]) -> str:
         """Implements `Decoder`: no operation depends on values."""

@@ -11,6 +11,7 @@ The weights can be exchanged while sessions are open. Only `DraftWeights` and th
 drops the caches, and later passes refill them.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ from cluster.drafting.trees import MAX_BRANCHES, Choices, threshold_of, worth_br
 from cluster.errors import ModelError
 from protos.messages import DraftRequest, Open, Shape
 from protos.prefix import hashes_after
+
+log = logging.getLogger(__name__)
 
 MAX_GUESSES = 16  # maximum blocks per pass whose first tokens the head predicts
 GUESS_TOKENS = 2  # tokens that the head predicts per outcome
@@ -222,9 +225,17 @@ class DraftModel:
             self._chain = weights.runner.static_chain(self._sampler.choose, CHOICE_INPUTS, len(weights.token_ids))
 
     def capture_chains(self, tokens: int, sessions: int) -> None:
-        """Captures the chains of up to `sessions` blocks of up to `tokens` tokens, if there are any; before serving."""
-        if self._chain is not None:
+        """Captures the chains of up to `sessions` blocks of up to `tokens` tokens, if there are any; before serving.
+
+        If a capture fails, blocks are drafted step by step.
+        """
+        if self._chain is None:
+            return
+        try:
             self._chain.capture_all(tokens, sessions)
+        except RuntimeError as error:
+            log.warning("blocks are drafted without chains of steps, which is slower: a capture failed: %s", error)
+            self._chain = None
 
     # ------------------------------------------------------------ weights
 

@@ -26,13 +26,16 @@ class Overwriting:
 
 
 class CountedCapture:
-    """Captures steps by calling them, and counts captures and repeats."""
+    """Captures steps by calling them, and counts captures and repeats; fails beyond `limit` captures."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
         self.captures = 0
         self.repeats = 0
 
     def __call__(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        if self.captures == self.limit:
+            raise RuntimeError("out of memory")
         self.captures += 1
 
         def repeat() -> Any:

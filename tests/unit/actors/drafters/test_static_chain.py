@@ -267,6 +267,17 @@ def test_all_chains_can_be_captured_before_any_block():
     assert steps <= 2, "only the steps that read the verdicts may be new"
 
 
+def test_blocks_grow_token_by_token_if_chains_cannot_be_captured(caplog):
+    capture = CountedCapture()
+    pair = Twins(capture)
+    capture.limit = 0
+    pair.chained.capture_chains(5, 4)
+    assert "out of memory" in caplog.text
+    capture.limit = None
+    pair.propose([wanted_block((1, 2, 3), 5, draft_tokens=5, max_len=CONTEXT)])
+    assert capture.repeats == 5
+
+
 def test_blocks_without_pages_for_a_chain_grow_token_by_token():
     """Two of three pages hold the prompts; the first session to grow takes the last one."""
     counted = CountedCapture()

@@ -50,6 +50,7 @@ def test_default_memory_is_the_sessions_need_or_half_the_free_memory(monkeypatch
 def a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, total: int, ours: int) -> torch.device:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: ours)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return torch.device("cuda", 0)
 
 
@@ -73,7 +74,7 @@ def test_a_process_leaves_the_gpu_share_of_others(monkeypatch, share, free, ours
 def test_a_gpu_keeps_room_for_context_logits_and_graphs(monkeypatch, share, free, room):
     """Free memory excludes the context already, but a share does not."""
     device = a_gpu(monkeypatch, free, 1000, ours=200)
-    reserve = Reserve(context=20, logits=30, graphs=50)
+    reserve = Reserve(context=20, attention=10, logits=20, graphs=50)
     assert page_count(CacheConfig(page_size=1), 1, 10_000, 1, device, share, reserve) == room
 
 
@@ -96,6 +97,7 @@ def test_only_a_gpu_reserves_a_context_and_only_captured_steps_graphs():
     draft = Reserve.of_steps(160, 128_000, gpu)
     assert target.logits == draft.logits == logits
     assert target.context == draft.context == GIB // 2
+    assert target.attention == draft.attention == GIB // 4
     assert target.graphs > draft.graphs == 0
     assert Reserve.of_steps(160, 128_000, gpu, graphs=96).graphs == 2 * target.graphs
     chained = Reserve.of_steps(160, 128_000, gpu, graphs=48, chain_steps=15)

@@ -26,6 +26,7 @@ from actors.grammars import GrammarCompiler
 from actors.models.checkpoint import load
 from actors.models.decoder import ForwardOutput
 from actors.sampling.draws import Draws
+from cluster.errors import ModelError
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, Open, Sampling, Scoring, TokenRules
@@ -203,6 +204,14 @@ def test_ranks_decide_the_tokens_of_one_rank_and_of_gathered_logits(folder, rank
     assert target.lead(decode) == alone
     assert target.lead(partial(decode, expected=alone)) == alone
     assert target.lead(partial(decode, expected=alone), FromLogits) == alone
+
+
+def test_a_rank_that_cannot_capture_its_steps_stops_the_start(llama):
+    """Running them one by one would leave the other ranks waiting in a captured collective."""
+    target = Ranks(llama, 3, captures=True)
+    target.captures[1].limit = 2
+    with pytest.raises(ModelError, match=r"out of memory; set .*cuda_graphs: false"):
+        target.capture()
 
 
 def test_captured_steps_of_ranks_decide_the_same_and_occur_on_all_ranks(llama):

@@ -192,6 +192,24 @@ def test_steps_of_one_shape_are_captured_once_and_long_rows_not_at_all():
     assert counted.repeats == 8, "so does a text of more pages than the context"
 
 
+def test_captured_steps_share_the_memory_of_their_output():
+    """Otherwise, a graph for each number of tokens would hold its own logits."""
+    pair = Twins("llama", Overwriting())
+    pair.static.capture_steps()
+    table = tables(Random(1))
+    steps = [[InputRow((3,) * count, 0, count, table[0][:3])] for count in (9, 1, 3)]
+    outputs = [pair.static.forward(rows) for rows in steps]
+    assert len({output.logits.data_ptr() for output in outputs}) == 1
+
+
+def test_steps_that_never_sample_need_no_shapes_for_it():
+    buckets = Buckets.for_sessions(SESSIONS, PAGES_EACH * PAGE_SIZE, PAGE_SIZE, PaddedSdpa(), draws=False)
+    counted = CountedCapture()
+    pair = Twins("llama", counted, buckets=buckets)
+    pair.static.capture_steps()
+    assert counted.captures == len(buckets.tokens)
+
+
 @pytest.mark.parametrize(
     ("name", "make_decoder"),
     [*((name, decoder_for) for name in LEAN_MODELS), ("llama", fused_decoder), ("qwen3", fused_decoder)],
@@ -222,10 +240,11 @@ def test_every_shape_can_be_captured_before_any_step(name):
     assert counted.captures == 2 * len(BUCKETS.tokens)
 
 
-def test_steps_run_without_captures_if_one_fails(caplog):
-    def failing(_: object) -> Callable[[], object]:
-        raise RuntimeError("out of memory")
+def failing(_: object) -> Callable[[], object]:
+    raise RuntimeError("out of memory")
 
+
+def test_steps_run_without_captures_if_one_fails(caplog):
     pair = Twins("llama", failing)
     pair.static.capture_steps()
     assert "out of memory" in caplog.text

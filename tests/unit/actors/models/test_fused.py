@@ -11,7 +11,7 @@ from torch import Tensor
 from actors.attention.batch import exact_batch
 from actors.attention.sdpa_gather import SdpaGather
 from actors.compute.kv_cache import InputRow, LayerSize, PagedCache
-from actors.compute.linear import PlainProjection
+from actors.compute.linear import PlainProjection, TiledProjection
 from actors.models.decoder import Decoder, LlamaDecoder
 from tests.unit.actors.captures import call_directly
 from tests.unit.actors.tiny_models import MODELS, SIZES, tokens_of, twins
@@ -53,6 +53,17 @@ def fresh_compiler() -> Iterator[None]:
 def test_fused_operations_give_the_same_logits(name):
     model, twin = twins(MODELS[name], seed=5)
     found = logits(LlamaDecoder(model, PlainProjection, compile_function=call_directly))
+    torch.testing.assert_close(found, logits(LlamaDecoder(twin)), atol=1e-4, rtol=1e-4)
+
+
+def test_fused_operations_need_no_padding_for_products_of_fixed_size():
+    """As for invariant numerics on a GPU."""
+
+    def product(weight: Tensor, bias: Tensor | None) -> TiledProjection:
+        return TiledProjection(PlainProjection(weight, bias), 64, pads=True)
+
+    model, twin = twins(MODELS["llama"], seed=5)
+    found = logits(LlamaDecoder(model, product, compile_function=call_directly))
     torch.testing.assert_close(found, logits(LlamaDecoder(twin)), atol=1e-4, rtol=1e-4)
 
 
