@@ -66,7 +66,7 @@ STAGES: Mapping[str, Stage] = {
     "C": Stage(target.run, target.summary, 60),
     "D": Stage(draft.run, draft.summary, 40),
     "E": Stage(host.run, host.summary, 40),
-    "F": Stage(system.run, system.summary, 100),
+    "F": Stage(system.run, system.summary, 170),
 }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import ray
+import torch
 from ray.util import get_current_placement_group
 
 from actors.drafters.heads.files import head_folder
@@ -169,12 +170,15 @@ def start_trainer(config: SlipstreamConfig, is_stopping: threading.Event) -> Tra
     learning = config.draft.learning
     assert learning is not None, "a trainer requires a draft that learns"
     target = local_folder(config.model.target, with_weights=False)
+    device = device_of(learning.resources)
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(learning.resources.gpu_share, device)
     draft = Draft(
         folder=_draft_folder(config.draft),
         method=config.draft.model_method,
         target=checkpoint_fingerprint(target),
         draft_tokens=config.speculation.draft_tokens,
-        device=device_of(learning.resources),
+        device=device,
         head=head_learning(config.draft, config.model.target) if config.draft.model_method in HEADS else None,
     )
     replay: list[Example] = []

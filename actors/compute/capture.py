@@ -33,6 +33,8 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # libraries have a workspace per stream
+        # All graphs live as long as any: torch frees the stream's workspaces with the first one.
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
         current = torch.cuda.current_stream()
@@ -41,6 +43,7 @@ class CudaCapture:
             step()  # libraries allocate their workspaces in the first call, which cannot be captured
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
         try:
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 output = step()
@@ -50,14 +53,15 @@ class CudaCapture:
             with suppress(RuntimeError):  # the capture did end
                 torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
             raise
-        return _Replay(graph, step, output)
+        return _Replay(graph, self, step, output)
 
 
 @dataclass(frozen=True, slots=True)
 class _Replay(Generic[Result]):
-    """Replays a graph. Holds the recorded function, whose memory the graph uses."""
+    """Replays a graph. Holds the recorded function, whose memory the graph uses, and all graphs of the capture."""
 
     graph: torch.cuda.CUDAGraph
+    capture: CudaCapture
     step: Callable[[], Result]
     output: Result
 

@@ -158,24 +158,33 @@ class FloatEightProjection:
     fastest_rows = 1
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, scales = round_to_float8(weight.detach())
+        self._outputs = len(weight)
+        self._weight, scales = round_to_float8(_padded_outputs(weight))
         self._scales = scales.t()
         self._bias = None if bias is None else bias.detach()
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
         """Returns whether torch's kernel supports the shape."""
-        return all(size % 16 == 0 for size in weight.shape)
+        return weight.shape[1] % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, scales = round_to_float8(x.reshape(-1, x.shape[-1]))
         by_row = F.ScalingType.RowWise
         y = F.scaled_mm(rows, self._weight.t(), scales, by_row, self._scales, by_row, output_dtype=torch.bfloat16)
-        y = y.view(*x.shape[:-1], -1)
+        y = y.view(*x.shape[:-1], -1)[..., : self._outputs]
         return y if self._bias is None else y.add_(self._bias)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         return self(x).add_(other)
+
+
+OUTPUT_TILE = 16  # kernels compute multiples of this number of outputs
+
+
+def _padded_outputs(weight: Tensor) -> Tensor:
+    """Returns weights with rows of zeros up to a multiple of OUTPUT_TILE."""
+    return F.pad(weight.detach(), (0, 0, 0, -len(weight) % OUTPUT_TILE))
 
 
 GROUP = 64  # inputs that share a scale and a zero point
@@ -191,8 +200,10 @@ class FourBitProjection:
     fastest_rows = 1
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._outputs = len(weight)
+        weight = _padded_outputs(weight)
         outputs, inputs = weight.shape
-        groups = weight.detach().float().view(outputs, inputs // GROUP, GROUP)
+        groups = weight.float().view(outputs, inputs // GROUP, GROUP)
         lowest, highest = groups.aminmax(dim=-1, keepdim=True)
         scales = ((highest - lowest) / 15).clamp_min_(torch.finfo(torch.bfloat16).tiny)
         levels = ((groups - lowest) / scales).round_().clamp_(0, 15).to(torch.int32).view(outputs, inputs)
@@ -210,12 +221,11 @@ class FourBitProjection:
     @staticmethod
     def takes(weight: Tensor) -> bool:
         """Returns whether torch's kernels support the shape."""
-        outputs, inputs = weight.shape
-        return outputs % 16 == 0 and inputs % (16 * INNER_TILES) == 0
+        return weight.shape[1] % (16 * INNER_TILES) == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = self._product(x.reshape(-1, x.shape[-1]), self._weight, GROUP, self._scales)
-        y = y.view(*x.shape[:-1], -1)
+        y = y.view(*x.shape[:-1], -1)[..., : self._outputs]
         return y if self._bias is None else y.add_(self._bias)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
@@ -334,13 +344,16 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module, product: Product = projection) -> None:
     """Replaces every `nn.Linear` of a model that can be packed; a tied embedding keeps its own copy of the weights.
 
-    Skips layers whose weight is read directly by the model's code, as in some mixture-of-experts routers.
+    Any other product than `projection` replaces all, on all devices. Skips layers whose weight is read directly by the
+    model's code, as in some mixture-of-experts routers.
     """
     names = [
         f"{parent_name}.{own_name}".removeprefix(".")
         for parent_name, parent in model.named_modules()
         for own_name, child in parent.named_children()
-        if type(child) is nn.Linear and can_pack(child.weight) and not _reads_weight(type(parent), own_name)
+        if type(child) is nn.Linear
+        and (can_pack(child.weight) or product is not projection)
+        and not _reads_weight(type(parent), own_name)
     ]
     for name in names:
         _pack(model, name, product)  # holds no other layer, so that each is freed as it is replaced

@@ -38,7 +38,7 @@ from actors.engine.memory import Reserve, page_bytes, page_count
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
 from actors.engine.static_chain import captured_steps
-from actors.engine.static_step import Buckets, Recording, recording_on
+from actors.engine.static_step import Buckets, recording_on
 from actors.models.checkpoint import different_ids, load_model, local_folder
 from actors.models.decoder import Decoder, decoder_for
 from actors.models.layer_subset import context_length
@@ -125,11 +125,14 @@ def draft_with(
         graphs=len(buckets.shapes) if recording else 0,
         chain_steps=captured_steps(setup.draft_tokens, rows) if recording else 0,
     )
+    if draft.learning is not None:
+        reserve = reserve.with_successor(model)
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share, reserve)
     runner = ModelRunner(
         model, pages, page_size, attention, parts.decoder, context=setup.max_context, recording=recording
     )
     runner.capture_steps()
+    successors = _Successors(draft, setup, model, runner, pages, buckets if runner.is_captured else None)
     limits = DraftingLimits(options.draft_probs_top_k, options.min_confidence, max_positions=parts.max_positions)
     method = DraftModel(
         runner,
@@ -140,7 +143,7 @@ def draft_with(
         head=parts.head,
         calibration=calibration,
         processor_factories=setup.processor_factories,
-        load=_Successors(draft, setup, model, runner, pages, recording) if beside else None,
+        load=successors if beside else None,
         noise=noise,
     )
     method.capture_chains(setup.draft_tokens, rows)  # side branches of trees have rows of their own
@@ -177,7 +180,7 @@ def _parts_of(model: PreTrainedModel, product: Product, setup: DraftSetup, besid
 class _Successors:
     """Loads replacement checkpoints for `model`; they reuse the cache and attention backend of its `runner`.
 
-    Each of their steps is captured when it first occurs.
+    Each of their steps is captured when it first occurs, if `buckets` are given.
     """
 
     def __init__(
@@ -187,7 +190,7 @@ class _Successors:
         model: PreTrainedModel,
         runner: ModelRunner,
         pages: int,
-        recording: Recording | None,
+        buckets: Buckets | None,
     ) -> None:
         self._draft = draft
         self._setup = setup
@@ -196,7 +199,7 @@ class _Successors:
         self._attention = runner.attention
         self._cache = runner.cache
         self._pages = pages
-        self._recording = recording
+        self._buckets = buckets
 
     def __call__(self, folder: Path) -> DraftWeights:
         """Loads, packs and tests a checkpoint. Raises ModelError if it is broken or has the wrong shape."""
@@ -211,6 +214,7 @@ class _Successors:
             )
         parts = _parts_of(model, products.product, self._setup, folder)
         self._try(folder, model, parts)
+        buckets = self._buckets
         runner = ModelRunner(
             model,
             self._pages,
@@ -219,7 +223,7 @@ class _Successors:
             parts.decoder,
             context=self._setup.max_context,
             cache=self._cache,
-            recording=self._recording,
+            recording=recording_on(self._device, self._attention, parts.decoder, buckets) if buckets else None,
         )
         return DraftWeights(runner, parts.token_ids, parts.masks, parts.head, parts.max_positions)
 

@@ -62,8 +62,9 @@ class InvarianceCheck:
         return InputRow(tokens, start, len(tokens), pages, parents)
 
     def _logits(self, rows: Sequence[InputRow]) -> list[Tensor]:
-        """Returns the logits of each row's tokens."""
-        return list(torch.split(self._runner.forward(rows).logits, [row.logits for row in rows]))
+        """Returns the logits of each row's tokens, copied, since captured steps overwrite them."""
+        logits = self._runner.forward(rows).logits.clone()
+        return list(torch.split(logits, [row.logits for row in rows]))
 
     def _alone(self, prompt: tuple[int, ...], tail: tuple[int, ...], table: tuple[int, ...]) -> Tensor:
         self._feed([prompt], [table], CHUNKS[0])

@@ -1,6 +1,6 @@
 """Computes the cache size: bytes per page and number of pages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -74,11 +74,12 @@ class Reserve:
     attention: int = 0  # partial results of the kernel
     logits: int = 0  # of the largest step
     graphs: int = 0
+    successor: int = 0  # weights of a learned draft's next version, which is loaded beside the one in use
 
     @property
     def beside_cache(self) -> int:
         """Size in bytes, except the context."""
-        return self.attention + self.logits + self.graphs
+        return self.attention + self.logits + self.graphs + self.successor
 
     @classmethod
     def of_steps(
@@ -92,6 +93,10 @@ class Reserve:
         if device.type != "cuda":
             return cls(logits=logits)
         return cls(CONTEXT_BYTES, WORKSPACE_BYTES, logits, graphs * GRAPH_BYTES + chain_steps * CHAIN_STEP_BYTES)
+
+    def with_successor(self, model: PreTrainedModel) -> "Reserve":
+        """Returns the reserve of a process that loads versions of a model beside it."""
+        return replace(self, successor=sum(weight.nbytes for weight in model.parameters()))
 
 
 def step_logit_rows(sessions: int, draft_tokens: int, max_step_tokens: int) -> int:

@@ -37,5 +37,12 @@ def compute_in_background() -> None:
 
 
 def device_of(resources: Resources) -> torch.device:
-    """Returns the GPU that Ray made visible to this process, or the CPU."""
-    return torch.device("cuda", 0) if resources.num_gpus > 0 else torch.device("cpu")
+    """Returns the GPU that Ray made visible to this process, or the CPU.
+
+    On a GPU, turns off cuDNN's attention, which builds a graph for each length of a text; the build takes longer than
+    attention by torch's other kernels.
+    """
+    if resources.num_gpus == 0:
+        return torch.device("cpu")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return torch.device("cuda", 0)

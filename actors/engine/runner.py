@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from statistics import median
@@ -88,6 +89,26 @@ def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class DecodingStep:
+    """The captured part of a forward: computes this rank's logits, then draws and accepts tokens."""
+
+    decode: Decoder
+    layers: tuple[int, ...]  # whose streams are returned
+    vocabulary: int | None  # number of ids that may be drawn; None: draws no tokens
+
+    def __call__(self, batch: RaggedBatch) -> ForwardOutput:
+        output = self.decode(batch, self.layers)
+        if self.vocabulary is None:
+            return output
+        shard = self.decode.shard
+        drawable = output.logits[:, : max(0, self.vocabulary - shard.begin)]
+        tokens = draw_tokens(drawable, batch.draws, shard)
+        fed = batch.tokens.index_select(0, batch.logit_at)
+        reached = mark_reached(tokens, fed, batch.parents, batch.longest)
+        return output._replace(drawn=torch.stack([tokens, reached.long()], dim=1))
+
+
 class ModelRunner:
     """Runs a Hugging Face causal language model on texts of up to `context` tokens.
 
@@ -124,7 +145,7 @@ class ModelRunner:
         self.cache = cache or PagedCache(pages, page_size, shape.sizes, model.dtype, model.device)
         self._decode = decoder or decoder_for(model.eval(), context=context)
         self._capture = capture
-        self._drawable = vocabulary
+        self._step = DecodingStep(self._decode, capture.layers if capture is not None else (), vocabulary)
         self._recording = recording
         self._ranks = ranks
         self._static = None
@@ -153,9 +174,14 @@ class ModelRunner:
             self._capture.cache.move(moves)
             self._capture.cache.copy(copies)
             self._capture.keep(written, output.streams)
-        if draws.needs_logits or self._drawable is None:
+        if draws.needs_logits or self._step.vocabulary is None:
             return output._replace(logits=self._decode.shard.gather(output.logits))
         return output._replace(logits=output.logits[:, :0])
+
+    @property
+    def is_captured(self) -> bool:
+        """True if steps of a recording's shapes are captured: before serving, or when they first occur."""
+        return self._static is not None
 
     @torch.inference_mode()
     def capture_steps(self) -> None:
@@ -184,18 +210,6 @@ class ModelRunner:
         assert isinstance(self.attention, PaddedBackend), "captured steps have padded plans"
         assert self._capture is None, "chains keep no hidden states"
         return StaticChain(self._decode, choose, inputs, columns, self.cache, self.attention, self._recording)
-
-    def _step(self, batch: RaggedBatch) -> ForwardOutput:
-        """Computes this rank's logits, then draws and accepts tokens: the captured part of a forward."""
-        output = self._decode(batch, self._capture.layers if self._capture is not None else ())
-        if self._drawable is None:
-            return output
-        shard = self._decode.shard
-        drawable = output.logits[:, : max(0, self._drawable - shard.begin)]
-        tokens = draw_tokens(drawable, batch.draws, shard)
-        fed = batch.tokens.index_select(0, batch.logit_at)
-        reached = mark_reached(tokens, fed, batch.parents, batch.longest)
-        return output._replace(drawn=torch.stack([tokens, reached.long()], dim=1))
 
     @torch.inference_mode()
     def read_states(self, slots: Sequence[int]) -> bytes:

@@ -122,15 +122,15 @@ class StaticChain:
         split = tokens * self._inputs
         inputs = [buffer.parts[begin : begin + self._inputs] for begin in range(0, split, self._inputs)]
         steps, shared = packed.split(buffer.parts[split:])
+        compute, choose, logits = self._step, self._choose, self._logits[:size]  # see `StaticStep`
 
         def run() -> Tensor:
-            logits = self._logits[:size]
-            chosen, values = self._choose(logits, inputs[0])
+            chosen, values = choose(logits, inputs[0])
             found = [values]
             for places, each in zip(steps, inputs[1:], strict=True):
                 batch = packed.batch(chosen, places, shared)
                 batch.place()
-                chosen, values = self._choose(self._step(batch).logits.float(), each)
+                chosen, values = choose(compute(batch).logits.float(), each)
                 found.append(values)
             return torch.stack(found)
 

@@ -199,10 +199,11 @@ class StaticStep:
         buffer = StepBuffer([len(part) for part in packed.integers], self._cache.device)
         buffer.write(packed.integers)
         batch = RaggedBatch(packed, buffer.parts)
+        compute, shared = self._step, self._output  # without a reference to self, nothing waits for the collector
 
         def step() -> ForwardOutput:
             batch.place()
-            return self._output.keep(self._step(batch))
+            return shared.keep(compute(batch))
 
         return _CapturedStep(buffer, batch, self._capture(step))
 

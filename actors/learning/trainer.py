@@ -252,6 +252,8 @@ class Trainer:
             return None
         finally:
             self._progress = None
+            if self._draft.device.type == "cuda":
+                torch.cuda.empty_cache()  # for drafters on the same GPU
         self._failures = 0
         return found
 

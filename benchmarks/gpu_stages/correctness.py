@@ -4,8 +4,10 @@ does not depend on its step with invariant numerics.
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -115,6 +117,15 @@ class InvariantResult(Result):
     passed: bool
 
 
+@dataclass(frozen=True)
+class BrokenCheck(Result):
+    """A check that ended with an error."""
+
+    check: str
+    error: str
+    passed: bool = False
+
+
 def run(setting: Setting, emit: Emit) -> None:
     """Makes all checks, then raises RuntimeError if one failed."""
     sizes = TINY if setting.is_tiny else FULL
@@ -124,21 +135,30 @@ def run(setting: Setting, emit: Emit) -> None:
         checks.append(result)
         emit(result)
 
-    noted(compared_decisions(setting.device, vocabulary=500 if setting.is_tiny else 50_000))
+    device = setting.device
+    vocabulary = 500 if setting.is_tiny else 50_000
+    todo: dict[str, Callable[[], None]] = {"decisions": lambda: noted(compared_decisions(device, vocabulary))}
     for shape in sizes.shapes:
-        check_attention(shape, setting.device, noted)
-    for dtype in (torch.float32, torch.bfloat16) if setting.device.type == "cuda" else (torch.float32,):
+        todo[f"attention, head dim {shape.head_dim}"] = partial(check_attention, shape, device, noted)
+    for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
         for name in MODELS:
-            check_buckets(name, sizes, dtype, setting, noted)
-        noted(check_invariance(sizes, dtype, setting.device))
+            todo[f"captured steps of {name} in {dtype}"] = partial(check_buckets, name, sizes, dtype, setting, noted)
+        todo[f"invariance in {dtype}"] = partial(check_invariance, sizes, dtype, device, noted)
+    for check, run_check in todo.items():
+        try:
+            run_check()
+        except Exception as error:  # noqa: BLE001  # the other checks still tell something
+            traceback.print_exc()
+            noted(BrokenCheck(check, f"{type(error).__name__}: {error}"))
     if any(not passed for passed in verdicts(checks)):
         raise RuntimeError(f"only {summary(checks)}; the results name the others")
 
 
+CHECKS = BucketCheck | PaddedCheck | DecisionCheck | InvariantResult | BrokenCheck
+
+
 def verdicts(results: Sequence[Result]) -> list[bool]:
-    return [
-        one.passed for one in results if isinstance(one, BucketCheck | PaddedCheck | DecisionCheck | InvariantResult)
-    ]
+    return [one.passed for one in results if isinstance(one, CHECKS)]
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -311,21 +331,22 @@ def _slots(row: InputRow, at: range) -> list[int]:
 
 
 @torch.inference_mode()
-def check_invariance(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Result:
+def check_invariance(sizes: Sizes, dtype: torch.dtype, device: torch.device, emit: Emit) -> None:
     """Checks a runner as a target with invariant numerics does."""
     model = a_model("llama", sizes, dtype, device)
     name = str(dtype).removeprefix("torch.")
     try:
         backend, report = invariant_backend(attention_shape(model, PAGE_SIZE), device)
     except ModelError as error:
-        return Unmeasured(f"invariant numerics in {name}", str(error))
+        emit(Unmeasured(f"invariant numerics in {name}", str(error)))
+        return
     decoder = decoder_for(model, InvariantProducts())
     pages, context = sizes.sessions * sizes.pages_each, sizes.pages_each * PAGE_SIZE
     buckets = Buckets.for_sessions(sizes.sessions, context, PAGE_SIZE, backend, GPU_TILE)
     recording = recording_on(device, backend, decoder, buckets)
     runner = ModelRunner(model, pages, PAGE_SIZE, backend, decoder, is_checked=True, recording=recording)
     fault = InvarianceCheck(runner, PAGE_SIZE, pages, context, report.takes_trees).fault()
-    return InvariantResult(name, fault, not fault)
+    emit(InvariantResult(name, fault, not fault))
 
 
 # ---------------------------------------------------------------- attention
@@ -342,7 +363,7 @@ def check_attention(shape: AttentionShape, device: torch.device, emit: Emit) -> 
         emit(Unmeasured(f"padded plans, head dim {shape.head_dim}", NOT_PADDED.format(attention.name)))
         return
     trial = Trial(shape, device)
-    for trees in (False, True):
+    for trees in (False, True) if report.takes_trees else (False,):
         expected = trial.attend(SdpaGather(), None, trees).float()
         error = float((trial.attend(padded, None, trees, is_padded=True).float() - expected).abs().max())
         emit(PaddedCheck(padded.name, shape.head_dim, trees, error, error <= TOLERANCE[shape.dtype]))

@@ -73,7 +73,16 @@ class DraftPass(Result):
     pass_ms: float
     token_ms: float  # pass_ms / draft_tokens
     floor_ms: float  # of a token: all weights read once at copy bandwidth
-    calls: int  # of a pass; see `Launches`
+
+
+@dataclass(frozen=True)
+class PassLaunches(Result):
+    """Launches of a pass, with the last products measured; see `Launches`."""
+
+    mode: str
+    sessions: int
+    draft_tokens: int
+    calls: int
     kernels: int | None
 
 
@@ -100,12 +109,19 @@ def products_of(quantization: str, device: torch.device) -> Products | str:
 
 def run(setting: Setting, emit: Emit) -> None:
     sizes = TINY if setting.is_tiny else FULL
+    supported = {}
     for quantization in QUANTIZATIONS:
         products = products_of(quantization, setting.device)
         if isinstance(products, str):
             emit(Unmeasured(quantization, products))
         else:
-            measure(quantization, products, sizes, setting, emit)
+            supported[quantization] = products
+    for quantization, products in supported.items():
+        passes = measure(quantization, products, sizes, setting, emit)
+        if quantization == [*supported][-1]:  # passes are slower after the profiler has run
+            for (mode, count, length), run_pass in passes.items():
+                counted = launches(run_pass, setting.device)
+                emit(PassLaunches(mode, count, length, counted.calls, counted.kernels))
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -113,8 +129,12 @@ def summary(results: Sequence[Result]) -> str:
     return "; ".join(f"{one.mode}, {one.quantization}: {one.token_ms:.2f} ms a token" for one in passes)
 
 
-def measure(quantization: str, products: Products, sizes: Sizes, setting: Setting, emit: Emit) -> None:
-    """Measures all block lengths with one kind of products."""
+Passes = dict[tuple[str, int, int], Callable[[], object]]
+"""Passes by mode, number of sessions and number of tokens."""
+
+
+def measure(quantization: str, products: Products, sizes: Sizes, setting: Setting, emit: Emit) -> Passes:
+    """Measures all block lengths with one kind of products; returns the passes."""
     device = setting.device
     model = sized_model(sizes.model, sizes.vocabulary, device, products.dtype)
     bits = WEIGHT_BITS.get(quantization, 8 * model.dtype.itemsize)
@@ -142,15 +162,16 @@ def measure(quantization: str, products: Products, sizes: Sizes, setting: Settin
         for opened in opens:
             draft.open(opened)
             draft.draft([request(opened, 1)])  # reads the prompt
+    passes: Passes = {}
     for count in sizes.sessions:
         for length in sizes.draft_tokens:
             if not setting.has_time(0 if setting.is_tiny else SECONDS_EACH):
                 emit(Unmeasured(f"{quantization}, {count} sessions, {length} tokens, and all after it", OUT_OF_TIME))
-                return
+                return passes
             requests = [request(opened, length) for opened in opens[:count]]
             sides = {mode: partial(draft.draft, requests) for mode, draft in drafts.items()}
             for mode, pass_ms in alternating_ms(sides, sizes.repeats).items():
-                counted = launches(sides[mode], device)
+                passes[mode, count, length] = sides[mode]
                 emit(
                     DraftPass(
                         quantization,
@@ -160,10 +181,9 @@ def measure(quantization: str, products: Products, sizes: Sizes, setting: Settin
                         pass_ms,
                         pass_ms / length,
                         floor_ms,
-                        counted.calls,
-                        counted.kernels,
                     )
                 )
+    return passes
 
 
 def session(sizes: Sizes, row: int) -> Open:

@@ -27,6 +27,7 @@ from cluster.verification.step import StepPlan
 
 PAGE_SIZE = 16
 EAGER, CAPTURED = "eager", "captured"
+CAPTURE_FAILED = "a capture failed, so steps run eagerly; see the log"
 NOT_PADDED = "attention {} has no plans of fixed shape, so its steps cannot be captured"
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
 WARM_UPS = 3

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -161,12 +161,12 @@ def peers(sizes: PairSizes, setting: Setting) -> Iterator[Peers]:
         agreement, target_facts, target_addresses = target.receive()
         target_s = time.monotonic() - began
         began = time.monotonic()
-        with (
-            _stopped(Peer(run_drafter, sizes, setting.device.type, SPECULATIVE)) as draft,
-            _stopped(Peer(run_drafter, sizes, setting.device.type, USELESS)) as useless,
-        ):
-            drafters = {SPECULATIVE: draft, USELESS: useless}
-            started = {arm: peer.receive() for arm, peer in drafters.items()}
+        with ExitStack() as stack:
+            drafters = {}
+            started = {}
+            for arm in (SPECULATIVE, USELESS):
+                drafters[arm] = stack.enter_context(_stopped(Peer(run_drafter, sizes, setting.device.type, arm)))
+                started[arm] = drafters[arm].receive()
             drafter_facts, _ = started[SPECULATIVE]
             drafters_s = time.monotonic() - began
             facts = Pair(agreement, target_s, drafters_s, *astuple(target_facts), *astuple(drafter_facts))

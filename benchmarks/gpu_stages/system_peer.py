@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -96,7 +97,8 @@ class Serving:
     def runner(self, pages: int, sessions: int, vocabulary: int | None) -> ModelRunner:
         """Returns a runner that captures the steps of this number of sessions, if possible."""
         is_captured = self._padded is not None
-        buckets = Buckets.for_sessions(sessions, self._sizes.context, PAGE_SIZE, self._attention)
+        draws = vocabulary is not None
+        buckets = Buckets.for_sessions(sessions, self._sizes.context, PAGE_SIZE, self._attention, draws=draws)
         runner = ModelRunner(
             self._model,
             pages,
@@ -109,6 +111,8 @@ class Serving:
             recording=Recording(buckets, capture_on(self._device)) if is_captured else None,
         )
         runner.capture_steps()
+        if not runner.is_captured:
+            self.facts = replace(self.facts, mode=EAGER)
         return runner
 
 
@@ -168,6 +172,7 @@ async def _serve_drafter(sizes: PairSizes, device: torch.device, arm: str, conne
     token_ids = torch.arange(sizes.vocabulary, device=device)
     limits = DraftingLimits(top_k=64, max_positions=sizes.context)
     method = DraftModel(runner, token_ids, DraftCache(pages, PAGE_SIZE), limits)
+    method.capture_chains(sizes.draft_tokens, BRANCHES * sessions)
     bounds = DrafterLimits(sizes.vocabulary, sizes.context, 2 * sessions)
     figures = MethodFigures(cost=profile_drafting(method, bounds))
     drafter = Drafter(method, bounds, {"": Identity(*IDENTITY)}, figures=figures)
@@ -186,8 +191,17 @@ def spoil(model: PreTrainedModel) -> None:
 
 def _run(connection: Connection, serve: Callable[[Connection], Any]) -> None:
     uvloop.install()  # as Ray does in its workers
-    asyncio.run(serve(connection))
+    asyncio.run(_ended_by_errors(serve(connection)))
     os._exit(0)  # open streams would delay a regular exit
+
+
+async def _ended_by_errors(serving: Coroutine[Any, Any, None]) -> None:
+    """Ends the process if serving fails; a regular exit would wait for the thread that reads from the connection."""
+    try:
+        await serving
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
+        os._exit(1)
 
 
 async def _until_stopped(

@@ -15,6 +15,7 @@ from actors.models.decoder import decoder_for
 from cluster.verification.step import Row, StepPlan
 from gpu_stages.results import OUT_OF_TIME, Emit, Result, Setting, Unmeasured
 from gpu_stages.steps import (
+    CAPTURE_FAILED,
     CAPTURED,
     EAGER,
     NOT_PADDED,
@@ -84,7 +85,7 @@ class Captures(Result):
 
 @dataclass(frozen=True)
 class TargetStep(Result):
-    """Medians of one kind of step; see `StepTimes` and `Launches`."""
+    """Medians of one kind of step; see `StepTimes`."""
 
     mode: str
     sampling: str
@@ -97,7 +98,18 @@ class TargetStep(Result):
     between_ms: float
     floor_ms: float  # all weights, keys and values read once at copy bandwidth
     ratio: float  # step_ms / floor_ms
-    calls: int | None
+
+
+@dataclass(frozen=True)
+class StepLaunches(Result):
+    """Launches of one kind of step; see `Launches`."""
+
+    mode: str
+    sampling: str
+    rows: int
+    tokens: str
+    context: int
+    calls: int
     kernels: int | None
 
 
@@ -132,26 +144,28 @@ def run(setting: Setting, emit: Emit) -> None:
     sizes = TINY if setting.is_tiny else FULL
     bench = TargetBench(sizes, setting.device)
     emit(bench.model)
-    if bench.captures is None:
-        emit(Unmeasured("captured steps", NOT_PADDED.format(bench.model.attention)))
-    else:
-        emit(bench.captures)
+    emit(bench.captures)
+    measured = []
     for case in cases(sizes):
         what = f"{case.sampling}, {case.rows} rows of {case.tokens}, context {case.context}"
         if not setting.has_time(0 if setting.is_tiny else SECONDS_EACH):
             emit(Unmeasured(f"{what}, and all after it", OUT_OF_TIME))
-            return
+            break
         if why := bench.fault(case):
             emit(Unmeasured(what, why))
             continue
         try:
             for step in bench.measured(case):
                 emit(step)
-            if bench.captures is not None and not bench.is_capturable(case):
+            measured.append(case)
+            if isinstance(bench.captures, Captures) and not bench.is_capturable(case):
                 emit(Unmeasured(f"captured, {what}", "the step exceeds the largest shape, so it runs eagerly"))
         except torch.OutOfMemoryError as error:
             emit(Unmeasured(what, f"out of memory: {error}"))
             torch.cuda.empty_cache()
+    for case in filter(bench.is_counted, measured):  # last, since steps are slower after the profiler has run
+        for counted in bench.launches(case):
+            emit(counted)
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -195,7 +209,7 @@ class TargetBench:
         fill_cache(eager.cache, self._shape)
         self._engines = {EAGER: TimedEngine(eager, sizes.vocabulary, device)}
         padded = capturable(attention, device)
-        self.captures = None
+        self.captures: Result = Unmeasured("captured steps", NOT_PADDED.format(attention.name))
         self._buckets = Buckets.for_sessions(max(sizes.rows), longest + self._largest, PAGE_SIZE, attention)
         if padded is not None:
             captured = ModelRunner(
@@ -210,7 +224,8 @@ class TargetBench:
                 recording=Recording(self._buckets, capture_on(device)),
             )
             self.captures = self._capture(captured)
-            self._engines[CAPTURED] = TimedEngine(captured, sizes.vocabulary, device)
+            if isinstance(self.captures, Captures):
+                self._engines[CAPTURED] = TimedEngine(captured, sizes.vocabulary, device)
         self.model = TargetModel(
             sizes.model,
             self._weights,
@@ -231,11 +246,13 @@ class TargetBench:
     def _pages_each(self, context: int) -> int:
         return -(-(context + self._largest) // PAGE_SIZE)
 
-    def _capture(self, runner: ModelRunner) -> Captures:
+    def _capture(self, runner: ModelRunner) -> Result:
         on_gpu = self._device.type == "cuda"
         before = torch.cuda.memory_reserved() if on_gpu else 0
         began = time.perf_counter()
         runner.capture_steps()
+        if not runner.is_captured:
+            return Unmeasured("captured steps", CAPTURE_FAILED)
         synchronize(self._device)
         seconds = time.perf_counter() - began
         used = torch.cuda.memory_reserved() - before if on_gpu else None
@@ -255,19 +272,10 @@ class TargetBench:
 
     def measured(self, case: Case) -> Iterator[TargetStep]:
         """Yields the results of all modes."""
-        plan = self._plan(case)
-        engines = self._engines if self.is_capturable(case) else {EAGER: self._engines[EAGER]}
-        times = step_times(engines, plan, self._sizes.repeats)
+        times = step_times(self._engines_for(case), self._plan(case), self._sizes.repeats)
         cached_bytes = case.rows * (case.context + 1 + len(case.parents)) * self._shape.page_bytes // PAGE_SIZE
         floor_ms = 1e3 * (self._weights + cached_bytes) / self._bandwidth
-        is_counted = case.context == self._sizes.contexts[0] and case.rows in (
-            self._sizes.rows[0],
-            self._sizes.rows[-1],
-        )
-        for mode, engine in engines.items():
-            counted = launches(partial(engine.step, plan), self._device) if is_counted else None
-            engine.forget()
-            medians = times[mode]
+        for mode, medians in times.items():
             yield TargetStep(
                 mode,
                 case.sampling,
@@ -280,9 +288,25 @@ class TargetBench:
                 medians.between_ms,
                 floor_ms,
                 medians.step_ms / floor_ms,
-                None if counted is None else counted.calls,
-                None if counted is None else counted.kernels,
             )
+
+    def is_counted(self, case: Case) -> bool:
+        """Returns whether to count a case's launches, which depend little on rows and not on the context."""
+        sizes = self._sizes
+        return case.context == sizes.contexts[0] and case.rows in (sizes.rows[0], sizes.rows[-1])
+
+    def launches(self, case: Case) -> Iterator[StepLaunches]:
+        """Counts the launches in all modes."""
+        plan = self._plan(case)
+        for mode, engine in self._engines_for(case).items():
+            counted = launches(partial(engine.step, plan), self._device)
+            engine.forget()
+            yield StepLaunches(
+                mode, case.sampling, case.rows, case.tokens, case.context, counted.calls, counted.kernels
+            )
+
+    def _engines_for(self, case: Case) -> dict[str, TimedEngine]:
+        return self._engines if self.is_capturable(case) else {EAGER: self._engines[EAGER]}
 
     def _plan(self, case: Case) -> StepPlan:
         """Returns a step of the case; opens its sessions when they first occur."""

@@ -209,6 +209,7 @@ class DraftModel:
         self._considered: dict[str, _Considered] = {}  # by session: candidates of its latest proposed blocks
         self._busy: set[str] = set()  # sessions of the current pass, whose pages are not evicted
         self._load = load
+        self._captures_chains = True  # until a capture fails
         self._use(DraftWeights(runner, token_ids, masks, head, limits.max_positions))
 
     def _use(self, weights: DraftWeights) -> None:
@@ -221,7 +222,7 @@ class DraftModel:
         self._head = None if weights.head is None else HeadDrafting(weights.head, self._sampler)
         self._chain: StaticChain | None = None
         is_plain = weights.head is None and self._feed is None and weights.masks.width == 1
-        if is_plain and self._sampler.knows_noise and isinstance(weights.runner, ChainRunner):
+        if self._captures_chains and is_plain and self._sampler.knows_noise and isinstance(weights.runner, ChainRunner):
             self._chain = weights.runner.static_chain(self._sampler.choose, CHOICE_INPUTS, len(weights.token_ids))
 
     def capture_chains(self, tokens: int, sessions: int) -> None:
@@ -236,6 +237,7 @@ class DraftModel:
         except RuntimeError as error:
             log.warning("blocks are drafted without chains of steps, which is slower: a capture failed: %s", error)
             self._chain = None
+            self._captures_chains = False
 
     # ------------------------------------------------------------ weights
 

@@ -56,6 +56,15 @@ def test_a_wrong_captured_step_fails_the_stage(monkeypatch):
         results_of(correctness.run)
 
 
+def test_an_error_in_a_check_leaves_the_others(monkeypatch):
+    def broken(*_: Any) -> None:
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(stages.correctness, "check_attention", broken)
+    with pytest.raises(RuntimeError, match="only 34 of 35 checks passed"):
+        results_of(stages.correctness.run)
+
+
 def break_capture(step: Callable[[], Any]) -> Callable[[], Any]:
     """Captures a step with wrong logits."""
     return lambda: (output := step())._replace(logits=output.logits + 1)
@@ -74,7 +83,9 @@ def test_target_steps_of_all_shapes_are_measured():
     }
     assert {step.sampling for step in steps} == {"greedy", "T = 1", "distinct"}
     assert all(step.step_ms > 0 and step.floor_ms > 0 for step in steps)
-    assert all(step.calls for step in steps if step.context == 20)
+    counted = found["StepLaunches"]
+    assert {(one.mode, one.rows, one.tokens) for one in counted} == {case[:3] for case in shapes}
+    assert all(one.calls for one in counted)
     assert found["Captures"][0].shapes > 0
 
 
@@ -95,6 +106,7 @@ def test_drafts_are_measured_and_missing_products_named():
         for tokens in (1, 3)
     }
     assert {one.what for one in found["Unmeasured"]} >= {"fp8", "int4"}
+    assert {one.mode for one in found["PassLaunches"]} == {"eager", "captured", "one graph"}
 
 
 def test_bookkeeping_of_the_host_is_measured():

@@ -122,7 +122,8 @@ def deployed(
     """
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
-    bytes_each = attention_shape_of(head, page_size).page_bytes
+    state_bytes = 2 * page_size * head.config.hidden * head.dtype.itemsize  # memory of states doubles when it is full
+    bytes_each = attention_shape_of(head, page_size).page_bytes + state_bytes
     share = draft.resources.gpu_share
     reserve = Reserve.of_steps(draft.max_sessions, len(head.token_ids), head.device)
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, head.device, share, reserve)

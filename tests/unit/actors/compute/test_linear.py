@@ -110,12 +110,13 @@ def test_rows_and_weights_of_zeros_give_zeros():
     ("kind", "off"),
     [(FloatEightProjection, 0.05), (FourBitProjection, 0.12)],  # normal weights: 3 bits of mantissa, 16 levels
 )
-def test_gpu_products_in_fewer_bits_differ_only_by_rounding(kind, off, shape, with_bias):
+@pytest.mark.parametrize("outputs", [48, 41])  # kernels compute multiples of 16
+def test_gpu_products_in_fewer_bits_differ_only_by_rounding(kind, off, shape, with_bias, outputs):
     torch.manual_seed(1)
-    weight = torch.randn(48, 256).bfloat16()
-    bias = torch.randn(48).bfloat16() if with_bias else None
+    weight = torch.randn(outputs, 256).bfloat16()
+    bias = torch.randn(outputs).bfloat16() if with_bias else None
     rounded = kind(weight, bias)
-    x, other = (torch.randn(*shape, size).bfloat16() for size in (256, 48))
+    x, other = (torch.randn(*shape, size).bfloat16() for size in (256, outputs))
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert rounded(x).shape == expected.shape
     assert ((rounded(x).float() - expected).norm() / expected.norm()) < off
@@ -134,11 +135,20 @@ def test_gpu_products_in_fewer_bits_keep_zeros_and_large_rows_apart(kind):
     torch.testing.assert_close(rounded(beside)[1:], rounded(x))
 
 
-@pytest.mark.parametrize(("product", "outputs", "inputs"), [(float_eight, 17, 256), (four_bit, 48, 192)])
+@pytest.mark.parametrize(("product", "outputs", "inputs"), [(float_eight, 48, 250), (four_bit, 48, 192)])
 def test_shapes_without_a_kernel_are_multiplied_exactly(product, outputs, inputs):
     weight = torch.randn(outputs, inputs)
     x = torch.randn(2, inputs)
     torch.testing.assert_close(product(weight, None)(x), F.linear(x, weight))
+
+
+def test_other_products_replace_linears_that_cannot_be_packed():
+    """As on a GPU, where nothing is packed."""
+    model: Any = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64))
+    pack_linears(model)
+    assert type(model[0]) is nn.Linear
+    pack_linears(model, PlainProjection)
+    assert type(model[0]) is PackedLinear
 
 
 class Special(nn.Linear):

@@ -17,7 +17,7 @@ from actors.attention.padded import PaddedSdpa
 from actors.attention.varlen import Varlen
 from actors.compute.capture import Capture
 from actors.drafters.model.draft_cache import DraftCache
-from actors.drafters.model.draft_model import DraftModel
+from actors.drafters.model.draft_model import DraftModel, DraftWeights
 from actors.drafters.model.sampling import Calibration, DraftingLimits
 from actors.engine.runner import ModelRunner
 from actors.engine.static_step import Buckets, Recording
@@ -79,6 +79,10 @@ class Twins:
         """Creates new draft models on the same runners."""
         self.chained = a_draft(self._chained, **options)
         self.stepped = a_draft(self._stepped, **options)
+
+    def exchange(self) -> None:
+        """Exchanges the weights of the model with chains for equal ones."""
+        self.chained.exchange(DraftWeights(self._chained, torch.arange(VOCABULARY)))
 
     def propose(self, wants: Sequence[WantedBlock]) -> list[Proposal]:
         """Asserts that both models propose the same blocks with the same probabilities; returns them."""
@@ -276,6 +280,10 @@ def test_blocks_grow_token_by_token_if_chains_cannot_be_captured(caplog):
     capture.limit = None
     pair.propose([wanted_block((1, 2, 3), 5, draft_tokens=5, max_len=CONTEXT)])
     assert capture.repeats == 5
+    pair.close("s")
+    pair.exchange()
+    pair.propose([wanted_block((1, 2, 3), 5, draft_tokens=5, max_len=CONTEXT)])
+    assert capture.repeats == 10, "an exchange of weights does not try again"
 
 
 def test_blocks_without_pages_for_a_chain_grow_token_by_token():

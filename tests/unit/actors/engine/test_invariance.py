@@ -163,6 +163,25 @@ def test_the_check_at_load_finds_a_change_in_the_last_bit(texts, trees):
     assert fault == f"logits differ in a {'tree' if trees else 'block with other rows'} after 601 tokens"
 
 
+class _Overwrites(ModelRunner):
+    """Returns the logits of all steps in the same memory, as captured steps do."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._memory = torch.empty(0)
+        self.vocabulary = runner.vocabulary
+
+    def forward(self, rows: list[InputRow]) -> ForwardOutput:
+        output = self._runner.forward(rows)
+        if len(self._memory) < len(output.logits):
+            self._memory = torch.empty_like(output.logits)
+        return output._replace(logits=self._memory[: len(output.logits)].copy_(output.logits))
+
+
+def test_the_check_at_load_copies_what_the_next_step_overwrites(texts):
+    assert a_check(_Overwrites(texts.runner)).fault() == ""
+
+
 def test_the_check_at_load_needs_room(texts):
     assert "too small" in InvarianceCheck(texts.runner, PAGE_SIZE, 5, 1024, trees=True).fault()
 

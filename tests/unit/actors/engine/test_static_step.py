@@ -1,5 +1,7 @@
 """A padded, captured step computes what the exact step computes, for all rows and whatever padding holds."""
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
@@ -200,6 +202,21 @@ def test_captured_steps_share_the_memory_of_their_output():
     steps = [[InputRow((3,) * count, 0, count, table[0][:3])] for count in (9, 1, 3)]
     outputs = [pair.static.forward(rows) for rows in steps]
     assert len({output.logits.data_ptr() for output in outputs}) == 1
+
+
+def test_a_runner_is_freed_without_the_garbage_collector():
+    """The heap that exists when serving starts is exempt from collection."""
+    model, _ = twins(MODELS["llama"], seed=3)
+    decoder = decoder_for(model)
+    runner = poisoned(model, attention=PaddedSdpa(), recording=Recording(BUCKETS, CountedCapture()), decoder=decoder)
+    runner.forward([InputRow((1, 2), 0, 2, (0,))])
+    alive = weakref.ref(decoder)
+    gc.disable()
+    try:
+        del runner, decoder
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_steps_that_never_sample_need_no_shapes_for_it():
