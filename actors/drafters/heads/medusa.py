@@ -8,6 +8,7 @@ under `medusa_head.` in a merged model. vLLM's layout, `blocks.{i}.layers.{j}.we
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -142,14 +143,14 @@ def medusa_of(
         weight = files.tensor(f"{name}.weight", (config.hidden, config.hidden))
         return product(placed(weight), None if bias is None else placed(bias))
 
-    def lm_head(head: int) -> Projection:
-        name = names.lm_head(head)
+    @cache  # heads may share one
+    def lm_head(name: str | None) -> Projection:
         shape = (config.columns, config.hidden)
         weight = files.tensor(name, shape) if name else files.borrowed(target_folder, HEAD, shape)
         return product(placed(columns.of(weight)), None)
 
     branches = [
-        _Branch(tuple(linear(names.block(head, block)) for block in range(config.blocks)), lm_head(head))
+        _Branch(tuple(linear(names.block(head, block)) for block in range(config.blocks)), lm_head(names.lm_head(head)))
         for head in range(config.heads)
     ]
     return MedusaHeads(config, branches, columns.token_ids.to(device))

@@ -7,6 +7,7 @@ has its own weights, or all steps share weights.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -164,16 +165,23 @@ def mlp_speculator_of(
     def placed(name: str, *shape: int) -> Tensor:
         return files.tensor(name, shape).to(device, dtype).contiguous()
 
+    @cache  # steps may share weights
+    def embedding(one: int) -> Tensor:
+        return placed(f"emb.{one}.weight", config.columns, config.inner)
+
+    @cache
+    def lm_head(one: int) -> Projection:
+        return product(columns.of(placed(f"head.{one}.weight", config.columns, config.inner)), None)
+
     def step(index: int) -> SpeculatorStep:
         inputs = config.hidden if index == 0 else config.inner
         one = config.weights_of(index)
-        head = columns.of(placed(f"head.{one}.weight", config.columns, config.inner))
         return SpeculatorStep(
-            embedding=placed(f"emb.{one}.weight", config.columns, config.inner),
+            embedding=embedding(one),
             project=product(placed(f"proj.{config.projection_of(index)}.weight", config.inner, inputs), None),
             norm_weight=placed(f"ln.{one}.weight", config.inner),
             norm_bias=placed(f"ln.{one}.bias", config.inner),
-            lm_head=product(head, None),
+            lm_head=lm_head(one),
         )
 
     steps = [step(index) for index in range(config.steps)]

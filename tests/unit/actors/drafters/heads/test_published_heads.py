@@ -1,6 +1,7 @@
 """Tests Medusa, MLPSpeculator and DFlash heads: agreement with the reference's logits, options and refusals."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from actors.compute.linear import Product, Projection, projection
 from actors.drafters.heads.dflash.config import DFlashLayerKind, default_outputs
 from actors.drafters.heads.dflash.drafting import DFlashContext, DFlashDecoder
 from actors.drafters.heads.dflash.weights import MASK_FILE
@@ -41,9 +43,21 @@ SHOWS = 0.01  # minimum logit change of a wrong convention
 Tensors = dict[str, Tensor]
 
 
-def loaded(name: str, folder: Path | None = None, proposable: Any = ALL_TOKENS) -> Any:
+def loaded(name: str, folder: Path | None = None, proposable: Any = ALL_TOKENS, product: Product = projection) -> Any:
     load = LOADERS[name.removesuffix("_speculators")]
-    return load(folder or checkpoint(name), TARGET, torch.float32, CPU, proposable)
+    return load(folder or checkpoint(name), TARGET, torch.float32, CPU, proposable, product)
+
+
+def outputs_of_products(name: str, folder: Path) -> Counter[int]:
+    """Returns the number of products that a head creates, by number of outputs."""
+    outputs: Counter[int] = Counter()
+
+    def counted(weight: Tensor, bias: Tensor | None) -> Projection:
+        outputs[len(weight)] += 1
+        return projection(weight, bias)
+
+    loaded(name, folder, product=counted)
+    return outputs
 
 
 # ---------------------------------------------------------------- agreement with the reference
@@ -312,6 +326,7 @@ def test_heads_may_share_the_target_s_lm_head(tmp_path: Path, is_stored: bool) -
             MEDUSA["features"] @ tensors["2.0.linear.weight"].T + tensors["2.0.linear.bias"]
         )
         assert off_by(medusa_logits(heads)[2], hidden @ target.T) < TOLERANCE
+    assert outputs_of_products("medusa", tmp_path)[96] == 1, "one in memory"
 
 
 # ---------------------------------------------------------------- MLPSpeculator
@@ -357,6 +372,7 @@ def tied_once(tensors: Tensors) -> Tensors:
 def test_tied_weights_and_a_scaled_input(tmp_path: Path, layout: Change, scales: bool, key: str) -> None:
     changes = {key: True, "scale_input": scales}
     head = loaded("mlp_speculator", altered(tmp_path, "mlp_speculator", layout, drop=("tie_weights",), **changes))
+    assert outputs_of_products("mlp_speculator", tmp_path)[96] == 1, "one LM head in memory"
     found, tokens = chain_of(head)
     given: Tensors = {}
     altered(tmp_path, "mlp_speculator", lambda tensors: given.update(tensors) or tensors)
