@@ -166,13 +166,13 @@ class FloatEightProjection:
     @staticmethod
     def takes(weight: Tensor) -> bool:
         """Returns whether torch's kernel supports the shape."""
-        return weight.shape[1] % 16 == 0
+        return len(weight) >= OUTPUT_TILE and weight.shape[1] % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, scales = round_to_float8(x.reshape(-1, x.shape[-1]))
         by_row = F.ScalingType.RowWise
         y = F.scaled_mm(rows, self._weight.t(), scales, by_row, self._scales, by_row, output_dtype=torch.bfloat16)
-        y = y.view(*x.shape[:-1], -1)[..., : self._outputs]
+        y = y.view(*x.shape[:-1], y.shape[-1])[..., : self._outputs]
         return y if self._bias is None else y.add_(self._bias)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
@@ -183,8 +183,9 @@ OUTPUT_TILE = 16  # kernels compute multiples of this number of outputs
 
 
 def _padded_outputs(weight: Tensor) -> Tensor:
-    """Returns weights with rows of zeros up to a multiple of OUTPUT_TILE."""
-    return F.pad(weight.detach(), (0, 0, 0, -len(weight) % OUTPUT_TILE))
+    """Returns weights, with rows of zeros up to a multiple of OUTPUT_TILE."""
+    missing = -len(weight) % OUTPUT_TILE
+    return F.pad(weight.detach(), (0, 0, 0, missing)) if missing else weight.detach()
 
 
 GROUP = 64  # inputs that share a scale and a zero point
@@ -221,11 +222,11 @@ class FourBitProjection:
     @staticmethod
     def takes(weight: Tensor) -> bool:
         """Returns whether torch's kernels support the shape."""
-        return weight.shape[1] % (16 * INNER_TILES) == 0
+        return len(weight) >= OUTPUT_TILE and weight.shape[1] % (16 * INNER_TILES) == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = self._product(x.reshape(-1, x.shape[-1]), self._weight, GROUP, self._scales)
-        y = y.view(*x.shape[:-1], -1)[..., : self._outputs]
+        y = y.view(*x.shape[:-1], y.shape[-1])[..., : self._outputs]
         return y if self._bias is None else y.add_(self._bias)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:

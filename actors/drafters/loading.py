@@ -34,7 +34,7 @@ from actors.drafters.products import choose_products
 from actors.drafters.registry import DraftSetup, OtherTarget
 from actors.drafters.translation.noise import TranslatedNoise
 from actors.drafters.translation.pairing import pairing_of, pool_pairing
-from actors.engine.memory import Reserve, page_bytes, page_count
+from actors.engine.memory import Reserve, page_bytes, page_count, weight_bytes
 from actors.engine.process import device_of
 from actors.engine.runner import ModelRunner
 from actors.engine.static_chain import captured_steps
@@ -107,6 +107,7 @@ def draft_with(
     With a folder, checkpoints of the same shape can later replace the model.
     """
     options = draft.draft_model
+    successor = 0 if draft.learning is None else weight_bytes(model)
     parts = _parts_of(model, product, setup, beside)
     page_size = draft.cache.page_size
     bytes_each = page_bytes(model, page_size)
@@ -125,8 +126,7 @@ def draft_with(
         graphs=len(buckets.shapes) if recording else 0,
         chain_steps=captured_steps(setup.draft_tokens, rows) if recording else 0,
     )
-    if draft.learning is not None:
-        reserve = reserve.with_successor(model)
+    reserve = replace(reserve, successor=successor)
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share, reserve)
     runner = ModelRunner(
         model, pages, page_size, attention, parts.decoder, context=setup.max_context, recording=recording

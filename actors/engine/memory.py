@@ -1,6 +1,6 @@
 """Computes the cache size: bytes per page and number of pages."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -94,9 +94,10 @@ class Reserve:
             return cls(logits=logits)
         return cls(CONTEXT_BYTES, WORKSPACE_BYTES, logits, graphs * GRAPH_BYTES + chain_steps * CHAIN_STEP_BYTES)
 
-    def with_successor(self, model: PreTrainedModel) -> "Reserve":
-        """Returns the reserve of a process that loads versions of a model beside it."""
-        return replace(self, successor=sum(weight.nbytes for weight in model.parameters()))
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Returns the size of a model's weights in bytes; call it before a decoder takes them over."""
+    return sum(weight.nbytes for weight in model.parameters())
 
 
 def step_logit_rows(sessions: int, draft_tokens: int, max_step_tokens: int) -> int:

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from transformers import PreTrainedModel
 
-from actors.attention import AttentionBackend, PaddedBackend
+from actors.attention import AttentionBackend, PaddedBackend, StepShape
 from actors.attention.batch import RaggedBatch, exact_batch, never
 from actors.attention.select_backend import attention_shape, choose_attention
 from actors.compute.hidden_states import StateCapture
@@ -164,8 +164,10 @@ class ModelRunner:
     ) -> ForwardOutput:
         self.cache.move(moves)
         self.cache.copy(copies)
-        if self._static is not None and (shape := self._static.shape(rows, draws)) is not None:
-            written, output = self._static.run(rows, draws, shape)
+        static = self._static
+        shape = None if static is None else self._captured_shape(static, rows, draws)
+        if static is not None and shape is not None:
+            written, output = static.run(rows, draws, shape)
         else:
             batch = exact_batch(rows, self.cache, self.attention, interrupted, draws)
             written, output = batch.written, self._step(batch)
@@ -195,13 +197,28 @@ class ModelRunner:
         try:
             self._static.capture_all()
         except RuntimeError as error:
-            if self._ranks > 1:
-                raise ModelError(
-                    f"a step cannot be captured as a CUDA graph: {error}; set"
-                    " target.resources_per_rank.cuda_graphs: false"
-                ) from error
-            log.warning("steps run without CUDA graphs, which is slower: a capture failed: %s", error)
-            self._static = self._recording = None
+            self._run_eagerly(error)
+
+    def _captured_shape(self, static: StaticStep, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
+        """Returns the shape of a step, which is captured; None if the step runs eagerly."""
+        shape = static.shape(rows, draws)
+        if shape is None:
+            return None
+        try:
+            static.capture(shape)
+        except RuntimeError as error:
+            self._run_eagerly(error)
+            return None
+        return shape
+
+    def _run_eagerly(self, error: RuntimeError) -> None:
+        """Captures no further steps after a failed capture."""
+        if self._ranks > 1:
+            raise ModelError(
+                f"a step cannot be captured as a CUDA graph: {error}; set target.resources_per_rank.cuda_graphs: false"
+            ) from error
+        log.warning("steps run without CUDA graphs, which is slower: a capture failed: %s", error)
+        self._static = self._recording = None
 
     def static_chain(self, choose: Choose, inputs: int, columns: int) -> StaticChain | None:
         """Implements `ChainRunner`."""

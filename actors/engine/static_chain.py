@@ -45,7 +45,7 @@ class _Captured(NamedTuple):
 
 
 class StaticChain:
-    """Runs chains of steps with one token per row; captures each number of rows and tokens when it first occurs.
+    """Runs chains of steps with one token per row; each number of rows and tokens is captured before.
 
     `choose` takes `inputs` numbers per token. Logits have `columns` columns.
     """
@@ -79,8 +79,9 @@ class StaticChain:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[InputRow], logits: Tensor, inputs: Sequence[Sequence[Sequence[int]]]) -> Tensor:
-        """Chooses up to MAX_TOKENS tokens per row, and feeds them at the rows' slots; waits for the device.
+        """Chooses tokens for each row, and feeds them at the rows' slots; waits for the device.
 
+        The chain must be captured.
         `logits`, (rows, columns), precede the first choice. `inputs` lists the inputs of each token, by row. A row's
         own tokens are ignored: the first chosen token is fed at its first slot, and so on. Its values are undefined
         from the second token on that it has no slot for. Returns the values of all choices on the host, (tokens, rows,
@@ -88,18 +89,25 @@ class StaticChain:
         """
         size = self._sizes[bisect_left(self._sizes, len(rows))]
         at = (size, len(inputs))
-        if at not in self._captured:
-            self._captured[at] = self._captured_chain(*at)
         self._captured[at].buffer.write(self._integers(self._packed(rows, *at), inputs, size))
         self._logits[: len(rows)].copy_(logits)
         return self._captured[at].repeat()[:, : len(rows)].to("cpu", copy=True)
 
     @torch.inference_mode()
+    def capture(self, rows: int, tokens: int) -> None:
+        """Captures the chain for these numbers of rows and tokens, up to MAX_TOKENS, unless it is captured already.
+
+        Overwrites no page. Raises RuntimeError if this fails.
+        """
+        at = (self._sizes[bisect_left(self._sizes, rows)], tokens)
+        if at not in self._captured:
+            self._captured[at] = self._captured_chain(*at)
+
     def capture_all(self, tokens: int, rows: int) -> None:
-        """Captures all chains of up to `tokens` tokens and `rows` rows before serving; overwrites no page."""
+        """Captures all chains of up to `tokens` tokens and `rows` rows before serving, as `capture` does."""
         for size in reversed(row_sizes(min(rows, self.max_rows))):
             for count in range(min(tokens, MAX_TOKENS), 0, -1):
-                self._captured[size, count] = self._captured_chain(size, count)
+                self.capture(size, count)
 
     def _packed(self, rows: Sequence[InputRow], size: int, tokens: int) -> PackedChain:
         return PackedChain.padded(

@@ -163,7 +163,7 @@ class _CapturedStep:
 
 
 class StaticStep:
-    """Runs decoding steps that fit in the buckets of a recording; captures each shape when it first occurs."""
+    """Runs decoding steps that fit in the buckets of a recording, each after the capture of its shape."""
 
     def __init__(self, step: Step, cache: PagedCache, backend: PaddedBackend, recording: Recording) -> None:
         self._step = step
@@ -179,15 +179,11 @@ class StaticStep:
         return self._buckets.shape(rows, draws)
 
     def run(self, rows: Sequence[InputRow], draws: Draws, shape: StepShape) -> tuple[Tensor, ForwardOutput]:
-        """Runs a step; returns the slots that it wrote, and its output. The next step overwrites both, except `hidden`,
-        which drafters keep.
+        """Runs a step of a captured shape; returns the slots that it wrote, and its output. The next step overwrites
+        both, except `hidden`, which drafters keep.
         """
-        packed = PackedStep.padded(rows, self._cache, self._backend, shape, draws)
-        if shape in self._captured:
-            self._captured[shape].buffer.write(packed.integers)
-        else:
-            self._captured[shape] = self._captured_step(packed)
         captured = self._captured[shape]
+        captured.buffer.write(PackedStep.padded(rows, self._cache, self._backend, shape, draws).integers)
         output = captured.repeat()
         total = sum(len(row.tokens) for row in rows)
         output = output.first(total, sum(row.logits for row in rows))
@@ -195,7 +191,13 @@ class StaticStep:
             output = output._replace(hidden=output.hidden.clone())
         return captured.batch.written[:total], output
 
-    def _captured_step(self, packed: PackedStep) -> _CapturedStep:
+    def capture(self, shape: StepShape) -> None:
+        """Captures a shape unless it is captured already; overwrites no page. Raises RuntimeError if this fails."""
+        if shape not in self._captured:
+            self._captured[shape] = self._captured_step(shape)
+
+    def _captured_step(self, shape: StepShape) -> _CapturedStep:
+        packed = PackedStep.padded((), self._cache, self._backend, shape, NO_DRAWS)
         buffer = StepBuffer([len(part) for part in packed.integers], self._cache.device)
         buffer.write(packed.integers)
         batch = RaggedBatch(packed, buffer.parts)
@@ -208,7 +210,6 @@ class StaticStep:
         return _CapturedStep(buffer, batch, self._capture(step))
 
     def capture_all(self) -> None:
-        """Captures all shapes before serving; overwrites no page."""
+        """Captures all shapes before serving, as `capture` does."""
         for shape in self._buckets.shapes:
-            packed = PackedStep.padded((), self._cache, self._backend, shape, NO_DRAWS)
-            self._captured[shape] = self._captured_step(packed)
+            self.capture(shape)

@@ -235,9 +235,21 @@ class DraftModel:
         try:
             self._chain.capture_all(tokens, sessions)
         except RuntimeError as error:
-            log.warning("blocks are drafted without chains of steps, which is slower: a capture failed: %s", error)
-            self._chain = None
-            self._captures_chains = False
+            self._stop_chains(error)
+
+    def _is_captured(self, chain: StaticChain, rows: int, tokens: int) -> bool:
+        """Returns whether a chain is captured; first captures it if possible."""
+        if self._captures_chains:
+            try:
+                chain.capture(rows, tokens)
+            except RuntimeError as error:
+                self._stop_chains(error)
+        return self._captures_chains
+
+    def _stop_chains(self, error: RuntimeError) -> None:
+        log.warning("blocks are drafted without chains of steps, which is slower: a capture failed: %s", error)
+        self._chain = None
+        self._captures_chains = False
 
     # ------------------------------------------------------------ weights
 
@@ -337,10 +349,11 @@ class DraftModel:
         if self._head is not None:
             self._head.begin(drafts)
         active = [draft for draft in drafts if not draft.drafted]
-        if self._chain is not None and self._sampler.can_chain(active):
-            self._complete_by_chains(self._chain, active)
+        chain = self._chain
+        if chain is not None and self._sampler.can_chain(active):
+            self._complete_by_chains(chain, active)
             branches = [branch for draft in active for branch in self._branch_off(draft, most=draft.max_tokens)]
-            self._complete_by_chains(self._chain, branches)
+            self._complete_by_chains(chain, branches)
         else:
             self._complete_by_forwards(active)
         if self._head is not None:
@@ -513,7 +526,8 @@ class DraftModel:
             return []
         advanced = [each.draft for each in read]
         tokens = min(MAX_TOKENS, max(draft.missing for draft in advanced))
-        rows = self._forwards.reserve_chains(advanced, tokens, self._busy)
+        is_captured = self._is_captured(chain, len(advanced), tokens)
+        rows = self._forwards.reserve_chains(advanced, tokens, self._busy) if is_captured else None
         if rows is None:
             return [draft for draft in self._add_tokens(read, never) if not draft.is_complete]
         logits = torch.cat([each.logits for each in read])

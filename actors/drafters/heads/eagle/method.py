@@ -122,8 +122,11 @@ def deployed(
     """
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
-    state_bytes = 2 * page_size * head.config.hidden * head.dtype.itemsize  # memory of states doubles when it is full
-    bytes_each = attention_shape_of(head, page_size).page_bytes + state_bytes
+    bytes_each = attention_shape_of(head, page_size).page_bytes
+    if (
+        draft.cache.gib is None
+    ):  # the target's states share the free memory with the pages, and theirs doubles when full
+        bytes_each += 2 * page_size * head.config.hidden * head.dtype.itemsize
     share = draft.resources.gpu_share
     reserve = Reserve.of_steps(draft.max_sessions, len(head.token_ids), head.device)
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, head.device, share, reserve)

@@ -286,6 +286,12 @@ def test_blocks_grow_token_by_token_if_chains_cannot_be_captured(caplog):
     assert capture.repeats == 10, "an exchange of weights does not try again"
 
 
+def test_a_chain_that_cannot_be_captured_when_it_occurs_grows_token_by_token(caplog):
+    pair = Twins(CountedCapture(limit=1))
+    pair.propose([wanted_block((1, 2, 3), 5, draft_tokens=5, max_len=CONTEXT)])
+    assert "out of memory" in caplog.text
+
+
 def test_blocks_without_pages_for_a_chain_grow_token_by_token():
     """Two of three pages hold the prompts; the first session to grow takes the last one."""
     counted = CountedCapture()

@@ -261,9 +261,12 @@ def failing(_: object) -> Callable[[], object]:
     raise RuntimeError("out of memory")
 
 
-def test_steps_run_without_captures_if_one_fails(caplog):
+@pytest.mark.parametrize("is_early", [True, False], ids=["before serving", "in a step"])
+def test_steps_run_without_captures_if_one_fails(caplog, is_early):
     pair = Twins("llama", failing)
-    pair.static.capture_steps()
-    assert "out of memory" in caplog.text
+    if is_early:
+        pair.static.capture_steps()
     pair.check([InputRow((3, 4), 0, 2, (7,))], Draws())
+    assert "out of memory" in caplog.text
+    assert not pair.static.is_captured
     assert pair.static.static_chain(Mock(), 1, VOCABULARY) is None
