@@ -355,7 +355,8 @@ def fastest(
     """Returns the fastest correct backend; if it does not support trees, the fastest that does serves these.
 
     With `capture`, backends that can be captured come first, since capturing a step saves more time than the fastest
-    kernel, and are measured captured. `SdpaGather` is the reference, and the result only if no backend is correct.
+    kernel, and are measured captured. After one of them, no others are tried: some compile for minutes. `SdpaGather` is
+    the reference, and the result only if no backend is correct.
     """
     reference = SdpaGather()
     tried = [TriedBackend(reference.name, _step_ms(trial.step(reference), clock))]
@@ -365,6 +366,9 @@ def fastest(
         try:
             backend = make()
             is_captured = capture is not None and isinstance(backend, PaddedBackend)
+            if not is_captured and any(not is_eager for is_eager, *_ in takes_trees):
+                tried.append(TriedBackend(name, None, "its steps cannot be captured, unlike those of another backend"))
+                continue
             _check(backend, trial, reference, tolerance, is_padded=is_captured)
             step_ms = _step_ms(trial.step(backend, capture if is_captured else None), clock)
         except BACKEND_ERRORS as error:

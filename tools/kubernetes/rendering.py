@@ -49,7 +49,11 @@ def weights_volume(config: SlipstreamConfig, image: str) -> list[Json]:
 def downloads(config: SlipstreamConfig) -> list[str]:
     """Returns the models with Hugging Face ids; models given by path are already on the volume."""
     parts = [one.config for one in config.served]
-    names = [name for one in parts for name in (one.model.target, one.draft.model, *one.target.adapters.values())]
+    names = [
+        name
+        for one in parts
+        for name in (one.model.target, one.draft.model, one.draft.tokenizer, *one.target.adapters.values())
+    ]
     return [name for name in dict.fromkeys(names) if name and not PurePosixPath(name).is_absolute()]
 
 

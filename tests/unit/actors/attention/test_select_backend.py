@@ -257,11 +257,15 @@ def test_captured_backends_are_preferred_and_measured_as_they_are_captured():
         "quick": lambda: TimedBackend("quick", clock, 1.0),
         "eager": lambda: TimedPadded("eager", clock, 2.0, padded_seconds=5.0),
         "padded": lambda: TimedPadded("padded", clock, 4.0, padded_seconds=3.0),
+        "late": lambda: TimedBackend("late", clock, 6.0),
     }
-    for capture, chosen, seconds in ((None, "quick", [1, 2, 4]), (CallCapture(), "padded", [1, 5, 3])):
+    for capture, chosen, seconds in ((None, "quick", [1, 2, 4, 6]), (CallCapture(), "padded", [1, 5, 3])):
         _, report = fastest(factories, Trial(SHAPE, CPU), 1e-4, clock, capture)
         assert report.chosen == chosen
-        assert [one.step_ms for one in report.tried[1:]] == [1000 * SHAPE.layers * each for each in seconds]
+        assert [one.step_ms for one in report.tried[1:] if not one.refused] == [
+            1000 * SHAPE.layers * each for each in seconds
+        ]
+    assert [one.name for one in report.tried if one.refused] == ["late"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -530,7 +531,7 @@ class FakeHub:
         self.cache = cache
         self.fetched: set[str] = set()
 
-    def snapshot_download(self, name: str, allow_patterns: Sequence[str]) -> str:
+    def snapshot_download(self, name: str, allow_patterns: Sequence[str], ignore_patterns: str) -> str:
         assert name == ID
         for path in self.origin.iterdir():
             if any(fnmatch(path.name, pattern) for pattern in allow_patterns):
@@ -609,6 +610,26 @@ def test_partially_fetched_layers_equal_those_of_the_whole_checkpoint(hub: FakeH
     whole = load_layers(TARGET, layers, "float32", torch.device("cpu"))
     for name, tensor in whole.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor)
+
+
+def test_a_snapshot_without_the_weights_in_meta_s_format_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The download job leaves it like this; the hub's library knows all files of the repository."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    commit = "a" * 40
+    repository = tmp_path / "models--org--target"
+    files = {name: {"size": 2, "blob_id": commit} for name in ("config.json", "original/params.json")}
+    for path, text in {
+        "refs/main": commit,
+        f"trees/{commit}.json": json.dumps({"format_version": 1, "files": files}),
+        f"snapshots/{commit}/config.json": "{}",
+    }.items():
+        (repository / path).parent.mkdir(parents=True, exist_ok=True)
+        (repository / path).write_text(text)
+    assert local_folder(ID) == repository / "snapshots" / commit
+    (repository / "snapshots" / commit / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"1 file\(s\) are missing \(config.json\)"):
+        local_folder(ID)
 
 
 def test_a_checkpoint_in_one_file_is_fetched_whole(hub: FakeHub) -> None:

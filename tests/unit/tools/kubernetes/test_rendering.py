@@ -190,6 +190,8 @@ def test_each_pool_of_several_models_has_a_worker_group() -> None:
 
 def test_models_on_the_volume_are_not_downloaded() -> None:
     assert downloads(config()) == ["some/model", "a/draft"]
+    other = config(draft={"model": "/models/draft", "tokenizer": "a/tokenizer", "method": "draft_model"})
+    assert downloads(other) == ["some/model", "a/tokenizer"]
     local = config(model={"target": "/models/mine"}, draft={"model": None, "method": "ngram"})
     assert downloads(local) == []
     adapters = {"engine": "vllm", "vllm": {"enable_lora": True}, "adapters": {"a": "/models/a", "b": "some/adapter"}}
