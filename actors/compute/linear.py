@@ -345,8 +345,8 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module, product: Product = projection) -> None:
     """Replaces every `nn.Linear` of a model that can be packed; a tied embedding keeps its own copy of the weights.
 
-    Any other product than `projection` replaces all, on all devices. Skips layers whose weight is read directly by the
-    model's code, as in some mixture-of-experts routers.
+    With another product than `projection`, replaces all of them, on every device. Skips layers whose weight is read
+    directly by the model's code, as in some mixture-of-experts routers.
     """
     names = [
         f"{parent_name}.{own_name}".removeprefix(".")

@@ -91,7 +91,7 @@ def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DecodingStep:
-    """The captured part of a forward: computes this rank's logits, then draws and accepts tokens."""
+    """Computes this rank's logits, then draws and accepts tokens. On a GPU, this part of a forward is captured."""
 
     decode: Decoder
     layers: tuple[int, ...]  # whose streams are returned
@@ -200,7 +200,7 @@ class ModelRunner:
             self._run_eagerly(error)
 
     def _captured_shape(self, static: StaticStep, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
-        """Returns the shape of a step, which is captured; None if the step runs eagerly."""
+        """Returns the shape of a step after its capture; None if the step runs eagerly."""
         shape = static.shape(rows, draws)
         if shape is None:
             return None
@@ -212,7 +212,7 @@ class ModelRunner:
         return shape
 
     def _run_eagerly(self, error: RuntimeError) -> None:
-        """Captures no further steps after a failed capture."""
+        """Turns captures off after one failed. Raises ModelError if there are several ranks."""
         if self._ranks > 1:
             raise ModelError(
                 f"a step cannot be captured as a CUDA graph: {error}; set target.resources_per_rank.cuda_graphs: false"

@@ -45,7 +45,7 @@ class _Captured(NamedTuple):
 
 
 class StaticChain:
-    """Runs chains of steps with one token per row; each number of rows and tokens is captured before.
+    """Runs chains of steps with one token per row, after capturing each combination of rows and tokens.
 
     `choose` takes `inputs` numbers per token. Logits have `columns` columns.
     """

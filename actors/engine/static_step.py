@@ -163,7 +163,7 @@ class _CapturedStep:
 
 
 class StaticStep:
-    """Runs decoding steps that fit in the buckets of a recording, each after the capture of its shape."""
+    """Runs decoding steps that fit in the buckets of a recording, after capturing each shape."""
 
     def __init__(self, step: Step, cache: PagedCache, backend: PaddedBackend, recording: Recording) -> None:
         self._step = step

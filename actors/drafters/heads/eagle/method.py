@@ -123,9 +123,8 @@ def deployed(
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
     bytes_each = attention_shape_of(head, page_size).page_bytes
-    if (
-        draft.cache.gib is None
-    ):  # the target's states share the free memory with the pages, and theirs doubles when full
+    if draft.cache.gib is None:
+        # The target's states share the free memory with the pages; when their memory is full, it doubles.
         bytes_each += 2 * page_size * head.config.hidden * head.dtype.itemsize
     share = draft.resources.gpu_share
     reserve = Reserve.of_steps(draft.max_sessions, len(head.token_ids), head.device)
