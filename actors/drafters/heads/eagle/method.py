@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -72,6 +73,8 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     shape = target_shape(described)
     sources = {"embed_tokens.weight": config.embedding, "lm_head.weight": config.lm_head}
     own = [name for name, source in sources.items() if source is not WeightSource.TARGET]
+    borrowed_bytes = (len(sources) - len(own)) * shape.vocabulary * shape.hidden * products.dtype.itemsize
+    own_bytes = sum(tensor.nbytes for tensor in files.tensors.values())
     target = folder_to_borrow_from(setup.target, borrowed_tensors(own))
 
     def load(files: HeadFiles) -> EagleHead:
@@ -84,7 +87,8 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
             raise ModelError(f"{folder} cannot replace the head in use: its configuration differs; train it from that")
         return load(other)
 
-    return deployed(load(files), draft, draft.eagle, setup, load_other)
+    successor = 0 if draft.learning is None else own_bytes + borrowed_bytes
+    return deployed(load(files), draft, draft.eagle, setup, load_other, successor)
 
 
 def check_replaces(files: HeadFiles, used: HeadFiles) -> None:
@@ -115,10 +119,12 @@ def deployed(
     options: HeadOptions,
     setup: DraftSetup,
     load: Callable[[Path], EagleHead] | None = None,
+    successor: int = 0,
 ) -> DecodedStates:
     """Creates the drafting method of a head, with a cache of the configured size; logs the resolved configuration.
 
-    `load` loads a head that may replace this one; it raises ModelError for others.
+    `load` loads a head that may replace this one, and needs `successor` bytes of memory; it raises ModelError for
+    others.
     """
     log.info("\n".join(head.config.describe()))
     page_size = draft.cache.page_size
@@ -127,7 +133,7 @@ def deployed(
         # The target's states share the free memory with the pages; when their memory is full, it doubles.
         bytes_each += 2 * page_size * head.config.hidden * head.dtype.itemsize
     share = draft.resources.gpu_share
-    reserve = Reserve.of_steps(draft.max_sessions, len(head.token_ids), head.device)
+    reserve = replace(Reserve.of_steps(draft.max_sessions, len(head.token_ids), head.device), successor=successor)
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, head.device, share, reserve)
     limits = DraftingLimits(options.draft_probs_top_k)
     is_projected = draft.states.projects_at_target(head.config.needs)

@@ -30,10 +30,12 @@ from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import ONE_AT_A_TIME, MaskTokens
 from actors.drafters.model.sampling import Calibration, DraftingLimits, DraftKind, DraftSampler
 from actors.drafters.registry import DraftSetup, create_method, states_format
+from actors.engine import memory
 from actors.models.decoder import ForwardOutput
 from cluster.config import DraftPool
 from cluster.drafting.method import DraftingMethod, Early, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal
+from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy
 from protos.draft_tree import DraftTree
 from protos.frozen import value
@@ -333,6 +335,21 @@ def deployed_method(kind: str, folder: Path, project: str = "drafter", **changes
     method = create_method(draft, a_setup(draft))
     assert isinstance(method, DecodedStates)
     return method
+
+
+def least_memory(monkeypatch: pytest.MonkeyPatch, create: Callable[[], object]) -> int:
+    """Returns the fewest free bytes with which a method with a cache of automatic size can be created."""
+    fits = 1 << 24
+    too_few = 0
+    while fits - too_few > 1:
+        free = (fits + too_few) // 2
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        try:
+            create()
+            fits = free
+        except ModelError:
+            too_few = free
+    return fits
 
 
 def encoded(rows: Tensor, method: DecodedStates) -> bytes:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.model.forwards import FILE as FREQUENT_TOKENS
 from actors.drafters.model.recurrent_head import FILE as RECURRENT_HEAD
 from actors.drafters.registry import DraftSetup
-from cluster.config import CacheConfig, DraftPool
+from cluster.config import CacheConfig, DraftPool, LearningOptions
 from cluster.config_sections import DraftModelOptions
 from cluster.drafting.requests import Proposal
 from cluster.errors import ModelError
 from protos.messages import Acceptance, Shape
-from tests.unit.actors.drafters.drafting import DRAWN, block_of, propose, wanted_block
+from tests.unit.actors.drafters.drafting import DRAWN, block_of, least_memory, propose, wanted_block
 
 VOCABULARY = 40
 HIDDEN = 16
@@ -91,6 +92,20 @@ def test_in_8_bits_it_drafts_the_same_without_near_ties(folder: Path, with_head:
     method = load(folder, int8=True)
     assert method.tokens_per_forward == (3 if with_head else 1)
     assert drafted(method) == drafted(load(folder))
+
+
+def test_a_draft_that_learns_leaves_room_for_its_next_version(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    setup = DraftSetup("float32", 64, 4, {token: str(token) for token in range(VOCABULARY)}, "")
+
+    def create(learning: LearningOptions | None) -> DraftModel:
+        draft = DraftPool(model=str(folder), max_sessions=2, learning=learning)
+        return load_draft_model(folder, draft, setup, torch.device("cpu"))
+
+    least = [
+        least_memory(monkeypatch, partial(create, learning))
+        for learning in (None, LearningOptions(folder=str(folder / "learned")))
+    ]
+    assert least[1] - least[0] == sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
 
 
 def test_only_frequent_tokens_are_proposed(folder: Path) -> None:

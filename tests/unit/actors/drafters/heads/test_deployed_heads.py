@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from actors.compute.hidden_states import StateCapture, decode_rows
 from actors.compute.linear import EightBitProjection, can_round
 from actors.drafters import products
 from actors.drafters.heads.dflash.drafting import load_dflash
+from actors.drafters.heads.files import read_head
 from actors.drafters.heads.medusa import load_medusa
 from actors.drafters.heads.mlp_speculator import load_mlp_speculator
 from actors.drafters.products import choose_products
-from actors.drafters.registry import MODULES, capture_spec, state_bounds, states_format, states_needed
+from actors.drafters.registry import MODULES, capture_spec, create_method, state_bounds, states_format, states_needed
 from actors.engine.memory import state_bytes
 from cluster.config import DraftPool, validated
 from cluster.config_sections import HEADS
@@ -26,11 +28,13 @@ from protos.messages import StateDtype, StatesFormat
 from tests.unit.actors.drafters.drafting import (
     ALL_TOKENS,
     a_draft,
+    a_setup,
     decided,
     deployed_method,
     drafted,
     encoded,
     head_method,
+    least_memory,
     wanted_block,
 )
 from tests.unit.actors.drafters.heads.eagle_fixtures import (
@@ -110,6 +114,14 @@ def test_no_more_are_read_than_a_heads_layers_see(tmp_path: Path, window: int, e
 
 def test_every_head_can_be_deployed() -> None:
     assert MODULES.keys() >= HEADS
+
+
+def test_a_head_that_learns_leaves_room_for_its_next_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = checkpoint("eagle3_speculators")  # stores all of its weights
+    fixed = a_draft("eagle", folder)
+    learning = DraftPool.model_validate(fixed.model_dump() | {"learning": {"folder": str(tmp_path)}})
+    least = [least_memory(monkeypatch, partial(create_method, draft, a_setup(draft))) for draft in (fixed, learning)]
+    assert least[1] - least[0] == sum(tensor.nbytes for tensor in read_head(folder).tensors.values())
 
 
 # ---------------------------------------------------------------- projections at the target
