@@ -85,7 +85,10 @@ def served(breakable: Path) -> Iterator[Served]:
 async def warm_up(url: str) -> None:
     """Makes the server allocate its whole cache, and buffers for the largest bodies."""
     streaming = asyncio.create_task(Watched(url).run())
-    await asyncio.sleep(WARM_UP_S)
+    used = 0
+    while (now := sum(one.memory for one in held().values())) > used + MAX_KEPT_BYTES // 5:
+        used = now
+        await asyncio.sleep(WARM_UP_S)
     await attacked(url, "bodies", SECONDS["bodies"])
     await stopped(streaming)
 
