@@ -129,7 +129,7 @@ def run_stage(letter: str, setting: Setting, store: Callable[[StageReport], None
 
 def _in_process(stage: Stage, setting: Setting, sender: Connection) -> None:
     os.setsid()  # a group of its own, to end all its processes at once
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as while serving; see `device_of`
+    torch.backends.cuda.enable_cudnn_sdp(False)  # serving turns it off too; see `device_of`
     if setting.is_tiny:
         torch.set_num_threads(1)
     try:

@@ -33,7 +33,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # libraries have a workspace per stream
-        # When a graph is destroyed, torch frees the workspaces of its stream, so all graphs must live equally long.
+        # Destroying a graph frees the workspaces of its stream, so no graph may be freed before the others.
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
@@ -50,7 +50,7 @@ class CudaCapture:
         except Exception:
             # If torch cannot end a capture, it leaves its stream current, and its allocator in the capture.
             torch.cuda.set_stream(current)
-            with suppress(RuntimeError):  # raised if the capture has ended
+            with suppress(RuntimeError):  # torch raises it if the capture has already ended
                 torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
             raise
         return _Replay(graph, self, step, output)

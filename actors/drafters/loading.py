@@ -180,7 +180,7 @@ def _parts_of(model: PreTrainedModel, product: Product, setup: DraftSetup, besid
 class _Successors:
     """Loads replacement checkpoints for `model`; they reuse the cache and attention backend of its `runner`.
 
-    Each of their steps is captured when it first occurs, if `buckets` are given.
+    Captures each of their steps when it first occurs, if `buckets` are given.
     """
 
     def __init__(

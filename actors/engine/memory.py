@@ -78,7 +78,7 @@ class Reserve:
 
     @property
     def beside_cache(self) -> int:
-        """Size in bytes, except the context."""
+        """Total bytes without the context."""
         return self.attention + self.logits + self.graphs + self.successor
 
     @classmethod

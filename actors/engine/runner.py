@@ -95,7 +95,7 @@ class DecodingStep:
 
     decode: Decoder
     layers: tuple[int, ...]  # whose streams are returned
-    vocabulary: int | None  # number of ids that may be drawn; None: draws no tokens
+    vocabulary: int | None  # number of ids that may be drawn; None if no tokens are drawn
 
     def __call__(self, batch: RaggedBatch) -> ForwardOutput:
         output = self.decode(batch, self.layers)

@@ -81,11 +81,10 @@ class StaticChain:
     def run(self, rows: Sequence[InputRow], logits: Tensor, inputs: Sequence[Sequence[Sequence[int]]]) -> Tensor:
         """Chooses tokens for each row, and feeds them at the rows' slots; waits for the device.
 
-        The chain must be captured.
-        `logits`, (rows, columns), precede the first choice. `inputs` lists the inputs of each token, by row. A row's
-        own tokens are ignored: the first chosen token is fed at its first slot, and so on. Its values are undefined
-        from the second token on that it has no slot for. Returns the values of all choices on the host, (tokens, rows,
-        values).
+        The chain must be captured. `logits`, (rows, columns), precede the first choice. `inputs` lists the inputs of
+        each token, by row. A row's own tokens are ignored: the first chosen token is fed at its first slot, and so on.
+        Its values are undefined from the second token on that it has no slot for. Returns the values of all choices on
+        the host, (tokens, rows, values).
         """
         size = self._sizes[bisect_left(self._sizes, len(rows))]
         at = (size, len(inputs))

@@ -41,7 +41,7 @@ class Buckets:
     rows: int  # maximum number of rows
     pages: int  # of a page table
     trees_apart: bool = False  # whether steps with trees have shapes of their own
-    samples_apart: bool = True  # whether steps with sampled positions do; a drafter's steps draw nothing
+    samples_apart: bool = True  # whether steps with sampled positions have shapes of their own
 
     @classmethod
     def for_sessions(
@@ -201,7 +201,7 @@ class StaticStep:
         buffer = StepBuffer([len(part) for part in packed.integers], self._cache.device)
         buffer.write(packed.integers)
         batch = RaggedBatch(packed, buffer.parts)
-        compute, shared = self._step, self._output  # without a reference to self, nothing waits for the collector
+        compute, shared = self._step, self._output  # no reference to self, so that reference counts free the graph
 
         def step() -> ForwardOutput:
             batch.place()

@@ -253,7 +253,7 @@ class Trainer:
         finally:
             self._progress = None
             if self._draft.device.type == "cuda":
-                torch.cuda.empty_cache()  # for drafters on the same GPU
+                torch.cuda.empty_cache()  # drafters on the same GPU may need the memory
         self._failures = 0
         return found
 

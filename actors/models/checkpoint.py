@@ -51,7 +51,7 @@ from cluster.errors import ModelError
 
 COMMIT = re.compile("[0-9a-f]{40}")  # name of a snapshot's folder in the Hugging Face cache
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-ORIGINAL = "original/*"  # copy of the weights in Meta's own format, which the download job skips
+ORIGINAL = "original/*"  # weights in Meta's own format; the download job skips them
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # config, tokenizer, chat template
 
 
@@ -71,7 +71,7 @@ def local_folder(name: str, with_weights: bool = True, more: Sequence[str] = ())
 def fetched(name: str, patterns: Sequence[str]) -> Path:
     """Downloads the files of a Hugging Face id that match these patterns; returns the snapshot folder."""
     try:
-        # Offline, files that match and are missing are an error, and `*.json` matches in folders too.
+        # Offline, the library refuses a snapshot that lacks a matching file, and `*.json` also matches in folders.
         return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=ORIGINAL))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(

@@ -7,8 +7,8 @@ text after one.
   noise as the drafter. A draft token is accepted if it equals the target's own draw. In a tree, acceptance walks from
   the root to the child that equals the target's draw, and so on. The output depends only on prefix, parameters and seed
   (Daliri et al. 2024, arXiv 2408.07978).
-  If no row of a step needs its logits on the host, the step itself accepts (`draws.mark_reached`), and
-  `decided_in_step` only reads the result; otherwise `match` does the same.
+  When the host needs no logits of a step, the step accepts draft tokens itself (`draws.mark_reached`), and
+  `decided_in_step` reads the result. Otherwise, `match` applies the same rule on the host.
 * Rejection sampling (`rejection`): a draft token x is accepted with probability min(1, target_probs[x] /
   draft_probs[x]). After a rejection, the recovered token is drawn from the normalized max(target_probs - draft_probs,
   0) (Leviathan et al. 2023, arXiv 2211.17192). A draft token without probabilities counts as a point mass. Supports

@@ -119,7 +119,7 @@ class InvariantResult(Result):
 
 @dataclass(frozen=True)
 class BrokenCheck(Result):
-    """A check that ended with an error."""
+    """A check that raised an error."""
 
     check: str
     error: str
@@ -147,7 +147,7 @@ def run(setting: Setting, emit: Emit) -> None:
     for check, run_check in todo.items():
         try:
             run_check()
-        except Exception as error:  # noqa: BLE001  # the other checks still tell something
+        except Exception as error:  # noqa: BLE001  # run the other checks anyway
             traceback.print_exc()
             noted(BrokenCheck(check, f"{type(error).__name__}: {error}"))
     if any(not passed for passed in verdicts(checks)):

@@ -77,7 +77,7 @@ class DraftPass(Result):
 
 @dataclass(frozen=True)
 class PassLaunches(Result):
-    """Launches of a pass, with the last products measured; see `Launches`."""
+    """Launches of a pass with the last measured products; see `Launches`."""
 
     mode: str
     sessions: int

@@ -26,7 +26,7 @@ class Overwriting:
 
 
 class CountedCapture:
-    """Captures steps by calling them, and counts captures and repeats; fails beyond `limit` captures."""
+    """Captures steps by calling them; counts captures and repeats. Raises RuntimeError after `limit` captures."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit

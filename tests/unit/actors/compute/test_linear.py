@@ -143,7 +143,7 @@ def test_shapes_without_a_kernel_are_multiplied_exactly(product, outputs, inputs
 
 
 def test_other_products_replace_linears_that_cannot_be_packed():
-    """As on a GPU, where nothing is packed."""
+    """On a GPU, no weight can be packed."""
     model: Any = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64))
     pack_linears(model)
     assert type(model[0]) is nn.Linear

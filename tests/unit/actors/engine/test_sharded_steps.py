@@ -207,7 +207,7 @@ def test_ranks_decide_the_tokens_of_one_rank_and_of_gathered_logits(folder, rank
 
 
 def test_a_rank_that_cannot_capture_its_steps_stops_the_start(llama):
-    """Running them one by one would leave the other ranks waiting in a captured collective."""
+    """If one rank ran its steps eagerly, the others would wait in a captured collective."""
     target = Ranks(llama, 3, captures=True)
     target.captures[1].limit = 2
     with pytest.raises(ModelError, match=r"out of memory; set .*cuda_graphs: false"):

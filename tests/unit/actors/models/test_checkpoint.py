@@ -613,7 +613,7 @@ def test_partially_fetched_layers_equal_those_of_the_whole_checkpoint(hub: FakeH
 
 
 def test_a_snapshot_without_the_weights_in_meta_s_format_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The download job leaves it like this; the hub's library knows all files of the repository."""
+    """The download job skips these files, but huggingface_hub knows that the repository contains them."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     commit = "a" * 40

@@ -57,7 +57,7 @@ def test_fused_operations_give_the_same_logits(name):
 
 
 def test_fused_operations_need_no_padding_for_products_of_fixed_size():
-    """As for invariant numerics on a GPU."""
+    """GPUs use such products for invariant numerics."""
 
     def product(weight: Tensor, bias: Tensor | None) -> TiledProjection:
         return TiledProjection(PlainProjection(weight, bias), 64, pads=True)
