@@ -162,7 +162,7 @@ def test_only_files_with_the_module_are_fetched_from_the_hub(tmp_path: Path, mon
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {name: name for name in tensors}}))
     fetched: set[str] = set()
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], **_: str) -> str:
         assert name == "org/target"
         for wanted in tensors.keys() & set(allow_patterns):
             save_file({wanted: tensors[wanted]}, tmp_path / wanted)
