@@ -39,9 +39,11 @@ class CudaCapture:
     def __call__(self, step: Callable[[], Result]) -> Callable[[], Result]:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            step()  # libraries allocate their workspaces in the first call, which cannot be captured
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                step()  # libraries allocate their workspaces in the first call, which cannot be captured
+        finally:
+            current.wait_stream(self._stream)  # operations before an error may still read memory that is freed next
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         try:

@@ -164,10 +164,9 @@ class ModelRunner:
     ) -> ForwardOutput:
         self.cache.move(moves)
         self.cache.copy(copies)
-        static = self._static
-        shape = None if static is None else self._captured_shape(static, rows, draws)
-        if static is not None and shape is not None:
-            written, output = static.run(rows, draws, shape)
+        if shape := self._captured_shape(rows, draws):
+            assert self._static is not None, "steps are captured"
+            written, output = self._static.run(rows, draws, shape)
         else:
             batch = exact_batch(rows, self.cache, self.attention, interrupted, draws)
             written, output = batch.written, self._step(batch)
@@ -199,13 +198,16 @@ class ModelRunner:
         except RuntimeError as error:
             self._run_eagerly(error)
 
-    def _captured_shape(self, static: StaticStep, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
-        """Returns the shape of a step after its capture; None if the step runs eagerly."""
-        shape = static.shape(rows, draws)
-        if shape is None:
+    def _captured_shape(self, rows: Sequence[InputRow], draws: Draws) -> StepShape | None:
+        """Returns the shape of a step after its capture; None if the step runs eagerly.
+
+        After a failure, no local variable keeps the captured steps, whose memory the eager step may need.
+        """
+        shape = None if self._static is None else self._static.shape(rows, draws)
+        if self._static is None or shape is None:
             return None
         try:
-            static.capture(shape)
+            self._static.capture(shape)
         except RuntimeError as error:
             self._run_eagerly(error)
             return None

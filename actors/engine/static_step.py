@@ -78,7 +78,7 @@ class Buckets:
 
     @property
     def shapes(self) -> list[StepShape]:
-        """All shapes, the largest first, so that the memory of its graph serves all others."""
+        """All shapes, the largest first."""
         return [
             self._shape(tokens, samples, trees)
             for tokens in reversed(self.tokens)
@@ -192,9 +192,15 @@ class StaticStep:
         return captured.batch.written[:total], output
 
     def capture(self, shape: StepShape) -> None:
-        """Captures a shape unless it is captured already; overwrites no page. Raises RuntimeError if this fails."""
-        if shape not in self._captured:
-            self._captured[shape] = self._captured_step(shape)
+        """Captures a shape unless it is captured already; overwrites no page. Raises RuntimeError if this fails.
+
+        First captures the largest shape, whose memory serves all others.
+        """
+        if shape in self._captured:
+            return
+        for each in (self._buckets.shapes[0], shape):
+            if each not in self._captured:
+                self._captured[each] = self._captured_step(each)
 
     def _captured_step(self, shape: StepShape) -> _CapturedStep:
         packed = PackedStep.padded((), self._cache, self._backend, shape, NO_DRAWS)

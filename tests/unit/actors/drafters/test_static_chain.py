@@ -268,7 +268,7 @@ def test_all_chains_can_be_captured_before_any_block():
         for count in (1, 3):
             pair.propose([replace(want, max_tokens=tokens) for want in later[:count]])
     steps = counted.captures - captures
-    assert steps <= 2, "only the steps that read the verdicts may be new"
+    assert steps <= 3, "only the steps that read the verdicts, and the largest step, may be new"
 
 
 def test_blocks_grow_token_by_token_if_chains_cannot_be_captured(caplog):

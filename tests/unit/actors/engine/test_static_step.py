@@ -1,6 +1,7 @@
 """A padded, captured step computes what the exact step computes, for all rows and whatever padding holds."""
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from random import Random
@@ -179,15 +180,16 @@ def test_chains_and_trees_may_have_kernels_and_shapes_of_their_own():
 
 
 def test_steps_of_one_shape_are_captured_once_and_long_rows_not_at_all():
+    """The largest shape is captured along with the first."""
     counted = CountedCapture()
     pair = Twins("llama", counted)
     table = tables(Random(1))
     for start in range(6):  # one token each
         pair.check([InputRow((start,), start, 1, table[0][:2])], Draws())
-    assert (counted.captures, counted.repeats) == (1, 6)
+    assert (counted.captures, counted.repeats) == (2, 6)
     pair.check([InputRow((1,), 6, 1, table[0][:2])], Draws((0,), (3,), (1.0,)))
     pair.check([InputRow((1,), 7, 1, table[0][:2])], Draws((0,), (4,), (0.5,)))
-    assert counted.captures == 2, "steps with sampled positions have shapes of their own"
+    assert counted.captures == 3, "steps with sampled positions have shapes of their own"
     pair.check([InputRow((1,) * 25, 0, 1, table[1][:7])], Draws())
     assert counted.repeats == 8, "a prompt of 25 tokens exceeds all shapes"
     pair.static.forward([InputRow((1,), PAGE_SIZE * PAGES_EACH, 1, tuple(range(PAGES_EACH + 1)))])
@@ -270,3 +272,25 @@ def test_steps_run_without_captures_if_one_fails(caplog, is_early):
     assert "out of memory" in caplog.text
     assert not pair.static.is_captured
     assert pair.static.static_chain(Mock(), 1, VOCABULARY) is None
+
+
+def test_after_a_failed_capture_captured_steps_are_freed_before_the_step_runs(caplog):
+    """The capture may have failed for lack of memory."""
+    caplog.set_level(logging.ERROR)  # a recorded warning would keep the error and its frames
+    captured = []
+
+    def capture(step: Callable[[], object]) -> Callable[[], object]:
+        if captured:
+            raise RuntimeError("out of memory")
+        captured.append(weakref.ref(step))
+        return step
+
+    alive = []
+
+    def observe() -> bool:
+        alive.append(captured[0]() is not None)
+        return False
+
+    Twins("llama", capture).static.forward([InputRow((3, 4), 0, 2, (7,))], interrupted=observe)
+    assert alive
+    assert not any(alive)
