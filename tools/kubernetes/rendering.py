@@ -33,6 +33,8 @@ from tools.kubernetes.ray_service import (
 )
 
 DOWNLOADER = PodOptions(cpu="2", memory="8Gi")
+WHOLE_MODEL = "--exclude 'original/*'"  # which has the weights again, in another format
+TOKENIZER_ONLY = f"--include '*.json' --include '*.jinja' --include '*.model' --include '*.txt' {WHOLE_MODEL}"
 
 
 def weights_volume(config: SlipstreamConfig, image: str) -> list[Json]:
@@ -42,25 +44,26 @@ def weights_volume(config: SlipstreamConfig, image: str) -> list[Json]:
     if options.storage_class is not None:
         spec["storageClassName"] = options.storage_class
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CLAIM}, "spec": spec}
-    names = downloads(config)
-    return [claim, _job(names, image)] if names else [claim]
+    options_of = downloads(config)
+    return [claim, _job(options_of, image)] if options_of else [claim]
 
 
-def downloads(config: SlipstreamConfig) -> list[str]:
-    """Returns the models with Hugging Face ids; models given by path are already on the volume."""
+def downloads(config: SlipstreamConfig) -> dict[str, str]:
+    """Returns the options of `hf download` for each Hugging Face id; models given by path are already on the volume."""
     parts = [one.config for one in config.served]
-    names = [
-        name
-        for one in parts
-        for name in (one.model.target, one.draft.model, one.draft.tokenizer, *one.target.adapters.values())
-    ]
-    return [name for name in dict.fromkeys(names) if name and not PurePosixPath(name).is_absolute()]
+    models = [name for one in parts for name in (one.model.target, one.draft.model, *one.target.adapters.values())]
+    tokenizers = [one.draft.tokenizer for one in parts]
+    options_of = dict.fromkeys(tokenizers, TOKENIZER_ONLY) | dict.fromkeys(models, WHOLE_MODEL)
+    return {
+        name: options_of[name]
+        for name in dict.fromkeys((*models, *tokenizers))
+        if name is not None and not PurePosixPath(name).is_absolute()
+    }
 
 
-def _job(names: list[str], image: str) -> Json:
+def _job(options_of: Mapping[str, str], image: str) -> Json:
     main = container("download", image, DOWNLOADER, {}, {"HF_HOME": MODELS})
-    # Skip original/, a second copy of the weights in another format.
-    script = "".join(f"hf download {name} --exclude 'original/*'\n" for name in names)
+    script = "".join(f"hf download {name} {options}\n" for name, options in options_of.items())
     main |= {"command": ["/bin/sh", "-ec"], "args": [script]}
     # Only gated models need a token.
     token = {"name": "hugging-face", "key": "token", "optional": True}

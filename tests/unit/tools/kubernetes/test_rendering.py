@@ -1,5 +1,6 @@
 """Tests rendering of manifests: refusals, derived values, and committed files."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from actors.models.checkpoint import DESCRIPTION
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ConfigError
 from cluster.placement import AUTOSCALING_POLICY
@@ -179,7 +181,7 @@ def test_each_pool_of_several_models_has_a_worker_group() -> None:
     for one in again.served:
         assert one.config.target.resources_per_rank.labels == {"pool": one.target.lower()}
         assert one.config.draft.resources.labels == {"pool": one.drafter.lower().replace("drafter", "draft")}
-    assert downloads(given) == ["some/Large", "a/draft", "some/Small"]
+    assert list(downloads(given)) == ["some/Large", "a/draft", "some/Small"]
     service, *budgets = yaml.safe_load_all(rendered(given, "c.yaml")["rayservice.yaml"])
     selected = [one["spec"]["selector"]["matchLabels"]["ray.io/group"] for one in budgets]
     assert selected == ["target-large", "target-small"]
@@ -189,14 +191,22 @@ def test_each_pool_of_several_models_has_a_worker_group() -> None:
 
 
 def test_models_on_the_volume_are_not_downloaded() -> None:
-    assert downloads(config()) == ["some/model", "a/draft"]
-    other = config(draft={"model": "/models/draft", "tokenizer": "a/tokenizer", "method": "draft_model"})
-    assert downloads(other) == ["some/model", "a/tokenizer"]
+    assert list(downloads(config())) == ["some/model", "a/draft"]
     local = config(model={"target": "/models/mine"}, draft={"model": None, "method": "ngram"})
-    assert downloads(local) == []
+    assert not downloads(local)
     adapters = {"engine": "vllm", "vllm": {"enable_lora": True}, "adapters": {"a": "/models/a", "b": "some/adapter"}}
-    assert downloads(config(target={**adapters, "cache_per_rank": {"gib": 1}}))[-1] == "some/adapter"
+    assert list(downloads(config(target={**adapters, "cache_per_rank": {"gib": 1}})))[-1] == "some/adapter"
     assert "kind: Job" not in rendered(local, "c.yaml")["models.yaml"]
+
+
+def test_a_tokenizer_is_downloaded_without_the_weights_of_its_model() -> None:
+    """Offline, the pods look for the files that match `DESCRIPTION`."""
+    other = config(draft={"model": "/models/draft", "tokenizer": "a/tokenizer", "method": "draft_model"})
+    assert list(downloads(other)) == ["some/model", "a/tokenizer"]
+    included = re.findall(r"--include '(\S+)'", downloads(other)["a/tokenizer"])
+    assert included == list(DESCRIPTION)
+    equal = config(draft={"model": "/models/draft", "tokenizer": "some/model", "method": "draft_model"})
+    assert "--include" not in downloads(equal)["some/model"]
 
 
 def test_the_autoscaler_is_enabled_only_for_scaling_pools() -> None:
