@@ -1,7 +1,7 @@
 """Measures the cost of HTTP and routing: streams through the full system around a model that takes no time.
 
-    python benchmarks/router_cost.py --streams 64 --tokens 256 --drafted 0 --json router_cost.json
-    git worktree add /tmp/older COMMIT && python benchmarks/router_cost.py --rounds 5 --against /tmp/older
+    PYTHONPATH=. python benchmarks/router_cost.py --streams 64 --tokens 256 --drafted 0 --json router_cost.json
+    git worktree add /tmp/older COMMIT && PYTHONPATH=. python benchmarks/router_cost.py --rounds 5 --against /tmp/older
 
 The API and the router share one process, and the benchmark measures its CPU time. Target and drafter share a second
 process, and the clients run in a third; all use real HTTP and gRPC on loopback (`router_cost_server.py`). The model is
