@@ -310,23 +310,22 @@ def last_state_drafting(
         head.token_ids, rows, limits, Calibration(), (*PROCESSOR_FACTORIES, *setup.processor_factories)
     )
     predictor = LastStatePredictor(head, sampler, LastRows(device, products.dtype))
+    config = head.config  # no reference to the head, so that it is freed after an exchange
 
     def prepare(folder: Path) -> Callable[[], object]:
         other = loaded(folder)
-        _check_replaces(
-            folder, other, head, torch.ones(1, head.config.needs.width, dtype=products.dtype, device=device)
-        )
+        _check_replaces(folder, other, config, torch.ones(1, config.needs.width, dtype=products.dtype, device=device))
         return partial(predictor.exchange, other)
 
     return HeadDrafter(predictor, sampler, prepare=prepare)
 
 
 @torch.inference_mode()
-def _check_replaces(folder: Path, head: LastStateHead, used: LastStateHead, states: Tensor) -> None:
+def _check_replaces(folder: Path, head: LastStateHead, used: LastStateConfig, states: Tensor) -> None:
     """Raises ModelError if a head has another shape than the head in use, or computes NaN or infinite logits from
     `states`, (1, width).
     """
-    if head.config != used.config:
+    if head.config != used:
         raise ModelError(
             f"{folder} cannot replace the head in use: its shape differs; train it from the head in draft.model"
         )

@@ -5,7 +5,6 @@ target or the head, covers all tokens up to i, and token i + 1 was sampled from 
 """
 
 from collections.abc import Callable, Collection, Sequence
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from actors.compute.linear import Product
 from actors.drafters.heads.eagle.config import EagleConfig, EagleKind, OutputNorm
 from actors.drafters.heads.eagle.weights import EagleReader, EagleWeights
 from actors.drafters.heads.files import HeadFiles
+from actors.drafters.heads.projection import RowProjection
 from actors.drafters.heads.rope import rotary_of
 from actors.models.decoder import AttentionHeads, ForwardOutput, gated_mlp, rotation_of
 from cluster.page_allocator import PageCopy
@@ -34,17 +34,6 @@ class EagleDecoder:
         self._weights = weights
         self._rotary = rotary
         self._heads = AttentionHeads(config.heads, config.kv_heads, config.head_dim)
-
-    def project(self, raw: Tensor) -> Tensor:
-        """Maps the target's states, (rows, width) as in `config.needs`, to input states, (rows, hidden)."""
-        projection = self._weights.row_projection
-        return raw if projection is None else projection(raw)
-
-    @property
-    def mask_state(self) -> Tensor | None:
-        """State for mask tokens, (1, hidden); None if the head has no masks."""
-        mask = self._weights.mask
-        return None if mask is None else self.project(mask)
 
     def __call__(self, batch: RaggedBatch, states: Tensor) -> ForwardOutput:
         """Returns logits and the next input states at the batch's requested positions.
@@ -83,12 +72,29 @@ class EagleDecoder:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StateInputs:
+    """Maps the target's states to a head's input states. Holds no other weights, since it outlives exchanged heads."""
+
+    projection: RowProjection | None  # None: the target has projected the states, or the head reads them unprojected
+    dtype: torch.dtype
+    device: torch.device
+
+    @torch.inference_mode()
+    def __call__(self, raw: Tensor) -> Tensor:
+        """Maps rows as in `config.needs`, (rows, width), to input states, (rows, hidden)."""
+        placed = raw.to(self.device, self.dtype)
+        return placed if self.projection is None else self.projection(placed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class EagleHead:
     """Loaded head and its resolved configuration."""
 
     config: EagleConfig
     decoder: EagleDecoder
     token_ids: Tensor  # (columns,): the target's token id for each logit column
+    inputs: StateInputs
+    mask_state: Tensor | None  # (1, hidden): input state for mask tokens; None if the head has no masks
     dtype: torch.dtype
     device: torch.device
 
@@ -109,52 +115,42 @@ def head_of(
     reader = EagleReader(files, target_folder, config, dtype, device, product)
     weights = reader.weights(proposable)
     rotary = rotary_of(config.rope, config.head_dim, config.max_positions).to(device)
-    return EagleHead(config, EagleDecoder(config, weights, rotary), weights.token_ids, dtype, device)
+    inputs = StateInputs(weights.row_projection, dtype, device)
+    mask_state = None if weights.mask is None else inputs(weights.mask)
+    decoder = EagleDecoder(config, weights, rotary)
+    return EagleHead(config, decoder, weights.token_ids, inputs, mask_state, dtype, device)
 
 
 class EagleRunner:
     """An `InterruptibleRunner` for rows with `states`, (tokens, hidden).
 
-    The `hidden` outputs of a forward are the input states for tokens sampled at these positions.
+    The `hidden` outputs of a forward are the input states for tokens sampled at these positions. `cache` may be reused
+    from a runner of a head of the same shape.
     """
 
-    def __init__(self, head: EagleHead, pages: int, page_size: int, attention: AttentionBackend | None = None) -> None:
+    def __init__(
+        self,
+        head: EagleHead,
+        pages: int,
+        page_size: int,
+        attention: AttentionBackend | None = None,
+        cache: PagedCache | None = None,
+    ) -> None:
         self.vocabulary = head.config.vocabulary
-        self._head = head
+        self._decode = head.decoder
         shape = attention_shape_of(head, page_size)
-        self._attention = attention or choose_attention(shape, head.device)[0]
-        self._cache = PagedCache(pages, page_size, shape.sizes, head.dtype, head.device)
-
-    def with_head(self, head: EagleHead) -> "EagleRunner":
-        """Returns a runner of another head of the same shape, over the same cache."""
-        runner = copy(self)
-        runner._head = head
-        return runner
-
-    @torch.inference_mode()
-    def project(self, raw: Tensor) -> Tensor:
-        """Maps the target's states, (rows, width), to input states, (rows, hidden)."""
-        return self._head.decoder.project(self.placed(raw))
-
-    def placed(self, projected: Tensor) -> Tensor:
-        """Moves states projected by the target, (rows, hidden), to the head's device and dtype."""
-        return projected.to(self._head.device, self._head.dtype)
-
-    @property
-    @torch.inference_mode()
-    def mask_state(self) -> Tensor | None:
-        """Input state for mask tokens, (1, hidden); None if the head has no masks."""
-        return self._head.decoder.mask_state
+        self.attention = attention or choose_attention(shape, head.device)[0]
+        self.cache = cache or PagedCache(pages, page_size, shape.sizes, head.dtype, head.device)
 
     @torch.inference_mode()
     def forward(
         self, rows: Sequence[InputRow], copies: Sequence[PageCopy] = (), interrupted: Callable[[], bool] = never
     ) -> ForwardOutput:
-        self._cache.copy(copies)
+        self.cache.copy(copies)
         states = torch.cat([row.states for row in rows if row.states is not None])
-        batch = exact_batch(rows, self._cache, self._attention, interrupted)
+        batch = exact_batch(rows, self.cache, self.attention, interrupted)
         assert len(states) == len(batch.tokens), "expected one state per token"
-        return self._head.decoder(batch, states)
+        return self._decode(batch, states)
 
 
 def attention_shape_of(head: EagleHead, page_size: int) -> AttentionShape:

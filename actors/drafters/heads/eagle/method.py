@@ -172,17 +172,18 @@ def eagle_draft_model(
     needs = head.config.needs
     if is_projected:
         needs = StatesNeeded(needs.layers, head.config.hidden)
-    project = runner.placed if is_projected else runner.project
-    feed = FedStates(needs, project, head.config.max_positions, runner.mask_state)
+    inputs = replace(head.inputs, projection=None) if is_projected else head.inputs
+    feed = FedStates(needs, inputs, head.config.max_positions, head.mask_state)
     token = head.config.mask_token
     masks = ONE_AT_A_TIME if token is None else MaskTokens(token, draft_tokens)
     cache = DraftCache(pages, page_size, UNFED_TOKENS)
+    used, memory = runner.attention, runner.cache  # no reference to the runner, so that an exchanged head is freed
 
     def load_weights(folder: Path) -> DraftWeights:
         assert load is not None, "it is passed on only if there is one"
         other = load(folder)
         _check_logits(other, folder, page_size)
-        return DraftWeights(runner.with_head(other), other.token_ids, masks)
+        return DraftWeights(EagleRunner(other, pages, page_size, used, memory), other.token_ids, masks)
 
     return DraftModel(
         runner,

@@ -195,7 +195,7 @@ def fed_states(head: EagleHead) -> Kind:
     @torch.inference_mode()
     def logits(text: Tokens, further: Tokens) -> Tensor:
         drive = Drive(head)
-        read = drive.feed(torch.tensor(text[1:]), drive.runner.project(found.rows(text)), 0)
+        read = drive.feed(torch.tensor(text[1:]), head.inputs(found.rows(text)), 0)
         for place, token in enumerate(further, len(text) - 1):
             read = drive.feed(torch.tensor([token]), read.hidden[-1:], place)
         whole = torch.full((HEAD_VOCABULARY,), -torch.inf)

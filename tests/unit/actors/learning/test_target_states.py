@@ -27,7 +27,7 @@ def test_states_are_those_that_a_drafter_would_receive(project: Literal["target"
     assert (short.session, long.session, long.kind, long.first) == ("short", "long", "a kind", 0)
     expected = case("eagle3")["features"]
     if project == "target":
-        expected = loaded(checkpoint("eagle3")).decoder.project(expected)
+        expected = loaded(checkpoint("eagle3")).inputs(expected)
     for states, length in ((short, 8), (long, 12)):
         rows = decode_rows(states.rows, spec.format)
         torch.testing.assert_close(rows, expected[:length], atol=0.02, rtol=0.01)  # bfloat16

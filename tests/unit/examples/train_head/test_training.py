@@ -98,7 +98,7 @@ def test_an_eagle_head_drafts_as_trained(tmp_path, shards, draft_vocabulary, lay
     tokens = batch.tokens[0].tolist()
     fed = tokens[1:]
     runner = EagleRunner(head, len(PAGES), PAGE_SIZE)
-    states = runner.project(batch.states[0, :-1])
+    states = head.inputs(batch.states[0, :-1])
     for last in (0, OPENING, len(fed) - UNROLL):
         row = InputRow(tuple(fed[: last + 1]), 0, last + 1, PAGES, states=states[: last + 1])
         output = runner.forward([row])
@@ -125,7 +125,7 @@ def test_heads_of_other_architectures_draft_as_trained(tmp_path, name):
     batch = one_text(shards)
     fed = tuple(batch.tokens[0, 1:].tolist())
     runner = EagleRunner(head, len(PAGES), PAGE_SIZE)
-    row = InputRow(fed, 0, len(fed), PAGES, states=runner.project(batch.states[0, :-1]))
+    row = InputRow(fed, 0, len(fed), PAGES, states=head.inputs(batch.states[0, :-1]))
     expected = trained_logits(training, batch, 0)[:-1]
     torch.testing.assert_close(runner.forward([row]).logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
 

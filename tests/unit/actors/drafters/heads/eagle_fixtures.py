@@ -86,7 +86,7 @@ class Drive:
     def prefill(self, known: Case) -> ForwardOutput:
         """Feeds the prompt and the token after it."""
         tokens = torch.cat([known["input_ids"][1:], known["next_token"].reshape(1)])
-        return self.feed(tokens, self.runner.project(known["features"]), 0)
+        return self.feed(tokens, self.head.inputs(known["features"]), 0)
 
     def chain(self, after: ForwardOutput, start: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns a greedy chain of tokens with their logits and states; the first comes from `after`."""

@@ -1,6 +1,8 @@
 """Tests heads as deployed: encoded rows, projections at the target, and 8-bit products."""
 
+import gc
 import pickle
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +43,6 @@ from tests.unit.actors.drafters.heads.eagle_fixtures import (
     CPU,
     TARGET,
     Change,
-    Drive,
     altered,
     case,
     checkpoint,
@@ -187,7 +188,7 @@ def test_the_target_projects_states_as_the_drafter_would(layout: Layout) -> None
     if layout.method == "dflash":
         own = load_dflash(layout.folder, TARGET, torch.float32, CPU, range(96)).project(raw)
     else:
-        own = Drive(loaded(layout.folder)).runner.project(raw)
+        own = loaded(layout.folder).inputs(raw)
     assert off_by(at_target(a_draft(layout.method, layout.folder, "target"))(raw), own) < TOLERANCE
 
 
@@ -358,6 +359,20 @@ def test_an_exchanged_head_drafts_as_a_new_one(name: str, tmp_path: Path) -> Non
     assert method.draft([want.request]) == [before], "nothing changes before the exchange"
     assert exchange() is not None, "the caller frees the old weights"
     assert method.draft([want.request])[0].tokens == expected.tokens, "open sessions keep their states"
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_an_exchanged_head_is_freed_without_the_garbage_collector(name: str, tmp_path: Path) -> None:
+    """The heap that exists when serving starts is exempt from collection."""
+    method = deployed_method(name, checkpoint(FIXTURES[name]))
+    used = method.prepare_weights(altered(tmp_path, FIXTURES[name], negated))()
+    alive = weakref.ref(used.token_ids)
+    gc.disable()
+    try:
+        del used
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

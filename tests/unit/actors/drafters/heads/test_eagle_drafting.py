@@ -85,7 +85,7 @@ class Session:
 def from_scratch(name: str, tokens: Sequence[int], features: Tensor, count: int = DRAFTED) -> tuple[int, ...]:
     """Returns the greedy chain after a text; tokens beyond the true states are fed with the head's own states."""
     drive = Drive(loaded(checkpoint(name)))
-    states = drive.runner.project(features)
+    states = drive.head.inputs(features)
     for end in range(len(features) + 1, len(tokens) + 1):
         read = drive.feed(torch.tensor(tokens[1:end]), states, 0)
         assert read.hidden is not None

@@ -65,7 +65,7 @@ def test_a_second_round_feeds_the_accepted_tokens_again_with_true_states(name):
     length = len(known["input_ids"])
     drive.chain(drive.prefill(known), length, 5)
     new = known["extend_ids"][length + 1 :]
-    read = drive.feed(new, drive.runner.project(known["extend_features"]), length)
+    read = drive.feed(new, drive.head.inputs(known["extend_features"]), length)
     tokens, logits, hidden = drive.chain(read, length + len(new), 5)
     assert off_by(logits, known["extend_chain_logits"]) < TOLERANCE
     assert off_by(hidden, known["extend_chain_hidden"]) < TOLERANCE
@@ -137,7 +137,7 @@ def test_rows_of_several_sequences_do_not_see_each_other(name):
     drive = Drive(loaded(checkpoint(name)))
     alone = drive.prefill(known)
     tokens = torch.cat([known["input_ids"][1:], known["next_token"].reshape(1)])
-    states = drive.runner.project(known["features"])
+    states = drive.head.inputs(known["features"])
     long = InputRow(tuple(tokens.tolist()), 0, 12, (9, 3, 7), states=states)
     short = InputRow(tuple(tokens[:5].tolist()), 0, 5, (4, 11), states=states[:5])
     both = drive.runner.forward([long, short])
