@@ -3,6 +3,8 @@
 All pods read the weights from one volume, which a job fills.
 """
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -71,11 +73,14 @@ def _job(options_of: Mapping[str, str], image: str) -> Json:
     main["volumeMounts"].append({"name": "models", "mountPath": MODELS})
     weights = {"name": "models", "persistentVolumeClaim": {"claimName": CLAIM}}
     pod = template(main, DOWNLOADER, [weights], restartPolicy="OnFailure", automountServiceAccountToken=False)
-    pod["metadata"]["labels"] = {"app.kubernetes.io/name": f"{NAME}-models"}
+    labels = {"app.kubernetes.io/name": f"{NAME}-models"}
+    pod["metadata"]["labels"] = labels
+    # A job cannot be changed, so a job with another image or other models has another name.
+    digest = hashlib.sha256(json.dumps(pod).encode()).hexdigest()[:8]
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": CLAIM},
+        "metadata": {"name": f"{CLAIM}-{digest}", "labels": labels},
         "spec": {"backoffLimit": 3, "template": pod},
     }
 
@@ -107,6 +112,7 @@ def render(
 
 OVERLAYS = Path("../..")  # path from an overlay of the repository to the shared manifests
 SELF_CONTAINED = Path()  # path from a folder with a copy of the shared manifests
+LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 TOKEN_FILE = re.compile(r"/(?:[^/]+/)+[^/]+")  # not in /, since the mounted secret hides the folder's other files
 
 
@@ -172,6 +178,11 @@ def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
         )
     if not is_guarded(config.server):
         yield f"pods are reachable over the network, and {missing_keys()}"
+    if any(one.config.draft.learning is not None for one in config.served):
+        yield (
+            "a draft has the section learning, but pods have no writable volume for its examples and versions; leave it"
+            " out, and train drafts outside the cluster"
+        )
     if config.server.port != HTTP_PORT:
         yield f"server.port is {config.server.port}, expected {HTTP_PORT}, the port of KubeRay's probes; leave it out"
 
@@ -190,6 +201,11 @@ def _pool_faults(config: SlipstreamConfig) -> Iterable[str]:
             yield (
                 f"{section}.custom has {', '.join(resources.custom)}, which Ray's autoscaler ignores;"
                 f" use {section}.labels"
+            )
+        if expressions := [text for text in resources.labels.values() if not LABEL_VALUE.fullmatch(text)]:
+            yield (
+                f"{section}.labels has {', '.join(expressions)}, but nodes get these labels, too, and need plain values;"
+                " name one value"
             )
         if "pool" in resources.labels:
             yield f"{section}.labels has a label pool, which the manifests set for each pool; leave it out"

@@ -73,6 +73,28 @@ def test_custom_resources_and_reserved_labels_are_refused() -> None:
     assert "target.resources_per_rank.labels has a label pool" in label
 
 
+def test_an_expression_that_no_node_can_have_as_a_label_is_refused() -> None:
+    (fault,) = faults(draft={"resources": {"labels": {"ray.io/accelerator-type": "in(L4, A10G)", "zone": "a-1"}}})
+    assert "draft.resources.labels has in(L4, A10G), but" in fault
+
+
+def test_learning_is_refused_without_a_volume_for_it() -> None:
+    (fault,) = faults(draft={"learning": {"folder": "/models/learned"}})
+    assert "no writable volume" in fault
+
+
+@pytest.mark.parametrize("change", [{"kubernetes": {"image": "a:2"}}, {"draft": {"model": "another/draft"}}])
+def test_a_changed_download_is_another_job(change: dict[str, Any]) -> None:
+    """Kubernetes refuses changes of a job."""
+
+    def job_name(given: SlipstreamConfig) -> str:
+        _, job = yaml.safe_load_all(rendered(given, "c.yaml")["models.yaml"])
+        return str(job["metadata"]["name"])
+
+    assert job_name(config()) == job_name(config())
+    assert job_name(config(**change)) != job_name(config())
+
+
 def test_a_missing_image_and_another_port_are_both_named() -> None:
     found = faults(kubernetes={"image": None}, server={"port": 9000})
     assert [fault.split()[0] for fault in found] == ["kubernetes.image", "server.port"]
