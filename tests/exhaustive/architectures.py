@@ -396,7 +396,7 @@ def furthest(runner: ModelRunner, plain: PreTrainedModel, is_recurrent: bool) ->
             rows.append(row)
             expected.append(wanted)
             moves += kept
-        found = runner.forward(rows).logits[:, :VOCABULARY]
+        found = runner.forward(rows).logits[:, :VOCABULARY].clone()  # the next forward may overwrite it
         runner.forward([InputRow((FIRST_TOKEN,), 0, 1, (sessions[0].pages[-1],))], moves=moves)  # a third session
         right = torch.cat(expected)
         worst = max(worst, float((found - right).abs().max() / right.abs().max()))
