@@ -204,8 +204,8 @@ def _pool_faults(config: SlipstreamConfig) -> Iterable[str]:
             )
         if expressions := [text for text in resources.labels.values() if not LABEL_VALUE.fullmatch(text)]:
             yield (
-                f"{section}.labels has {', '.join(expressions)}, but nodes get these labels, too, and need plain values;"
-                " name one value"
+                f"{section}.labels has {', '.join(expressions)}, but nodes get these labels, too, and need plain"
+                " values; name one value"
             )
         if "pool" in resources.labels:
             yield f"{section}.labels has a label pool, which the manifests set for each pool; leave it out"
