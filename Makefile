@@ -105,7 +105,7 @@ test-clients: setup .clients/.complete
 test-vllm: .venv-vllm/.complete
 	@test -x .venv-vllm/bin/pytest || { echo 'skipped: the packages of constraints-vllm.txt are not to be had here'; exit 0; } \
 		&& for file in tests/vllm/test_*.py; do .venv-vllm/bin/pytest $$file -rs --timeout 1800 || exit 1; done \
-		&& for part in core plain states heads adapters; do PYTHONPATH=.venv-vllm/triton TRITON_INTERPRET=1 .venv-vllm/bin/pytest \
+		&& for part in core decisions plain states heads adapters; do PYTHONPATH=.venv-vllm/triton TRITON_INTERPRET=1 .venv-vllm/bin/pytest \
 			tests/vllm/test_$$part.py -rs --timeout 1800 || exit 1; done
 
 .venv-vllm/.complete: constraints-vllm.txt

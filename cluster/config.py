@@ -231,10 +231,16 @@ class TargetPool(Section):
             raise ValueError("; ".join(faults))
         if self.engine != "slipstream" and self.cache_per_rank.page_size != CacheConfig().page_size:
             raise ValueError(f"with engine {self.engine}, remove cache_per_rank.page_size and set vllm.block_size")
-        if self.engine != "slipstream" and self.resources_per_rank.num_gpus % 1:
+        if self.engine != "slipstream" and self.resources_per_rank.num_gpus not in (0, 1):
             raise ValueError(
-                f"resources_per_rank.num_gpus is {self.resources_per_rank.num_gpus:g}, but vLLM waits for a whole GPU"
-                " for each rank; set it to 1, or set engine to slipstream"
+                f"resources_per_rank.num_gpus is {self.resources_per_rank.num_gpus:g}, but vLLM uses one whole GPU for"
+                " each rank; set it to 1, or set engine to slipstream"
+            )
+        executor = self.vllm.get("distributed_executor_backend", "ray")
+        if self.resources_per_rank.num_gpus and executor != "ray":
+            raise ValueError(
+                f"vllm.distributed_executor_backend is {executor}, whose ranks would not use the GPUs that are reserved"
+                " for the replica; remove it"
             )
         if self.engine != "slipstream" and not self.resources_per_rank.num_gpus and self.cache_per_rank.gib is None:
             raise ValueError(

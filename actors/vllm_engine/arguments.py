@@ -3,6 +3,7 @@
 Only this module knows vLLM's argument names. `cluster/config_sections.py` refuses options that would break exactness.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from cluster.config import SlipstreamConfig
@@ -16,8 +17,14 @@ ENVIRONMENT = {
 PACKAGE = "actors.vllm_engine"
 
 
-def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, first_runner: bool) -> dict[str, Any]:
-    """Returns the arguments for vLLM's EngineArgs; `first_runner` selects vLLM's first or second model runner."""
+def engine_arguments(
+    config: SlipstreamConfig, folder: str, vocabulary: int, first_runner: bool, layers: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Returns the arguments for vLLM's EngineArgs; `first_runner` selects vLLM's first or second model runner.
+
+    `layers` are those whose hidden states are captured. They change the compiled model, which vLLM finds in its cache
+    by its arguments.
+    """
     pool = config.target
     longest = config.speculation.draft_tokens
     arguments: dict[str, Any] = {
@@ -33,7 +40,7 @@ def engine_arguments(config: SlipstreamConfig, folder: str, vocabulary: int, fir
         "async_scheduling": False,  # drafts follow committed tokens, so planning must wait for these
         "scheduler_cls": f"{PACKAGE}.block_scheduler.BlockScheduler",
         "worker_extension_cls": f"{PACKAGE}.worker.DrawingWorker",
-        "additional_config": {"slipstream_vocabulary": vocabulary},
+        "additional_config": {"slipstream_vocabulary": vocabulary, "slipstream_layers": list(layers)},
         "generation_config": "vllm",
         "disable_log_stats": True,
     }

@@ -67,10 +67,11 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        undecided = model_runner_output.num_nans_in_logits or {}
         for name in scheduler_output.num_scheduled_tokens:
             row = self.fed[self._planned[name].session]
             sampled = model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[name]]
-            if (outcome := outcome_of(row, sampled)) is not None:
+            if (outcome := outcome_of(row, sampled, not undecided.get(name))) is not None:
                 self.outcomes.append(outcome)
         return super().update_from_output(scheduler_output, model_runner_output)
 

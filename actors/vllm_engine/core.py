@@ -92,7 +92,8 @@ class VllmCore:
             )
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(not first_runner))
         try:
-            args = EngineArgs(**engine_arguments(config, folder, vocabulary, first_runner))
+            layers = () if capture is None else capture.layers
+            args = EngineArgs(**engine_arguments(config, folder, vocabulary, first_runner, layers))
             settings = args.create_engine_config()
         except (TypeError, ValueError) as error:
             raise ModelError(f"vLLM rejects its arguments: {_message(error)}; correct model or target.vllm") from error

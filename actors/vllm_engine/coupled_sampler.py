@@ -120,10 +120,15 @@ def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, dra
     return Row(planned.session, fed, start, decides, planned.pages, draft, state_slots)
 
 
-def outcome_of(row: Row, sampled: Sequence[int]) -> Outcome | None:
-    """Returns a row's outcome: the accepted draft tokens and one further token; None if the row only fed a prompt."""
+def outcome_of(row: Row, sampled: Sequence[int], is_finite: bool = True) -> Outcome | None:
+    """Returns a row's outcome: the accepted draft tokens and one further token; None if the row only fed a prompt.
+
+    If the row's logits were not finite, `sampled` means nothing.
+    """
     if not row.decide:
         return None
+    if not is_finite:
+        return Outcome(row.session, (), 0, is_finite=False)
     accepted = len(sampled) - 1
     draft = row.draft.tokens
     assert 0 <= accepted <= len(draft), f"{row.session}: {len(sampled)} tokens returned for a draft of {len(draft)}"

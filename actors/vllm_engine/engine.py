@@ -141,7 +141,8 @@ class VllmEngine:
         longest = config.speculation.draft_tokens
         check_engine(self._core.step, self.memory.fed, vocabulary, longest)
         pool = config.target
-        self.step_cost = StepProfile(self._core.step, longest, pool.max_sessions, config.model.max_context).measure()
+        sessions = min(pool.max_sessions, pool.max_step_tokens // len(PROMPT))
+        self.step_cost = StepProfile(self._core.step, longest, sessions, config.model.max_context).measure()
 
     def _fail(self) -> None:
         if not self._failed.done():

@@ -23,11 +23,12 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.processor_factories = PROCESSOR_FACTORIES
-        self.extra_results: dict[str, ExtraResults] = {}  # of the latest step, by session
+        # Results of the step in progress; vLLM may apply the processor to parts of a step.
+        self.extra_results: dict[str, ExtraResults] = {}  # by session
+        self.undecided: set[str] = set()  # vLLM's ids of requests whose logits were not finite
         self._vocabulary = int(vllm_config.additional_config[VOCABULARY_KEY])
-        # The worker sets both, because vLLM passes no host copy of a step's layout.
-        self.names: Mapping[int, str] = {}  # vLLM's request ids by slot
-        self.fed: Mapping[str, FedBlock] = {}  # of the step in progress, by vLLM's request id
+        self.names: Mapping[int, str] = {}  # vLLM's request ids by slot; set by the worker
+        self._fed: Mapping[str, FedBlock] = {}  # by vLLM's request id
         self._states = req_states
         self._sessions: dict[int, SessionDraws] = {}  # by vLLM's request slot
 
@@ -39,14 +40,21 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
             self._sessions[req_idx] = SessionDraws.of(request, self.processor_factories)
         return request is not None
 
+    def begin(self, fed: Mapping[str, FedBlock]) -> None:
+        """Begins a step with these blocks, by vLLM's request id; vLLM passes no host copy of a step's layout."""
+        self._fed = fed
+        self.extra_results = {}
+        self.undecided = set()
+
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Decides all blocks of the step; waits for the device once, for the decisions."""
+        """Decides all blocks of the step, or of a part of it; waits for the device once, for the decisions."""
         slots = [int(slot) for slot in ctx.idx_mapping_np]
-        fed = [self.fed[self.names[slot]] for slot in slots]
+        if not any(slot in self._sessions for slot in slots):
+            return logits  # of vLLM's own requests: on GPUs, it warms up before the worker sets the names
+        fed = [self._fed[self.names[slot]] for slot in slots]
         starts = [*accumulate((1 + len(block.drafted) for block in fed), initial=0)]
         assert starts[-1] == len(logits), f"{len(logits)} rows of logits, but {starts[-1]} were scheduled"
         deciding = [at for at, (slot, block) in enumerate(zip(slots, fed, strict=True)) if self._decides(slot, block)]
-        self.extra_results = {}
         if not deciding:
             return logits
         blocks = [self._block(slots[at], fed[at]) for at in deciding]
@@ -55,7 +63,11 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         if len(deciding) < len(slots):
             rows = [row for at in deciding for row in range(starts[at], starts[at + 1])]
             decided = decided[_on_device(rows, logits.device)]
-        decisions, self.extra_results = decide_all(sessions, blocks, decided)
+        decisions, extra_results = decide_all(sessions, blocks, decided)
+        self.extra_results |= extra_results
+        self.undecided |= {
+            self.names[slots[at]] for at, one in zip(deciding, decisions, strict=True) if not one.is_finite
+        }
         drawn = []
         for at, block, decision in zip(deciding, blocks, decisions, strict=True):
             tokens = [*block.draft.tokens[: len(decision.path)], decision.next_token]

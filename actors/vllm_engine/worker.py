@@ -8,6 +8,8 @@
 the slots of the fed tokens to its drafting component.
 """
 
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from actors.sampling.acceptance import PendingBlock
 from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorFactory
 from actors.vllm_engine.coupled_sampler import ExtraResults, FedBlock, SessionDraws, decide_all, request_in
 from cluster.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 
 class WorkerStates:
@@ -143,15 +147,21 @@ class DrawingWorker:
         )
         runner = self.model_runner
         if not hasattr(runner, "req_states"):
+            version = "v1"
             self._slipstream_draws: Any = FirstRunnerDraws(runner, vocabulary, processor_factories)
             runner._sample = self._slipstream_draws.sample
-            return "v1"
-        self._slipstream_draws = next(
-            processor for processor in runner.sampler.logits_processors if hasattr(processor, "extra_results")
-        )
-        self._slipstream_draws.processor_factories = processor_factories
-        take_drafts_from_scheduler(runner, self._slipstream_states, self._slipstream_draws)
-        return "v2"
+        else:
+            version = "v2"
+            self._slipstream_draws = next(
+                processor for processor in runner.sampler.logits_processors if hasattr(processor, "extra_results")
+            )
+            self._slipstream_draws.processor_factories = processor_factories
+            take_drafts_from_scheduler(runner, self._slipstream_states, self._slipstream_draws)
+        runner.sample_tokens = with_undecided(self._slipstream_draws, runner.sample_tokens)
+        if self.rank:
+            runner.execute_model = or_exit(runner.execute_model)
+            runner.sample_tokens = or_exit(runner.sample_tokens)
+        return version
 
     def begin_grammar(self, grammar: str) -> None:
         """Starts compiling a grammar in the background."""
@@ -164,11 +174,43 @@ class DrawingWorker:
         return results
 
 
+def with_undecided(draws: Any, sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
+    """Reports the requests that `draws` could not decide to the scheduler, as requests with NaN in their logits."""
+
+    def sample(*args: Any, **kwargs: Any) -> Any:
+        answer = sample_tokens(*args, **kwargs)
+        if draws.undecided:
+            # The second runner returns an object that still copies the tokens to the host.
+            output = getattr(answer, "model_runner_output", answer)
+            output.num_nans_in_logits = dict.fromkeys(draws.undecided, 1)
+        return answer
+
+    return sample
+
+
+def or_exit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Ends the process if the function raises an exception.
+
+    vLLM only logs exceptions of ranks other than the leading one, which then go on with the tokens of an earlier step.
+    It notices that a process has ended, and fails as a whole.
+    """
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            log.exception("this rank of vLLM failed in a step, and ends")
+            os._exit(1)
+
+    return guarded
+
+
 class FirstRunnerDraws:
     """Replaces the sampler of the first runner."""
 
     def __init__(self, runner: Any, vocabulary: int, processor_factories: tuple[ProcessorFactory, ...]) -> None:
         self.extra_results: dict[str, ExtraResults] = {}
+        self.undecided: set[str] = set()  # ids of requests whose logits were not finite in the latest step
         self._runner = runner
         self._vocabulary = vocabulary
         self._factories = processor_factories
@@ -188,6 +230,7 @@ class FirstRunnerDraws:
         table = torch.full((len(blocks), 1 + max(counts)), NOTHING, dtype=torch.int32)
         sessions = [self._sessions[name] for name in names]
         decisions, self.extra_results = decide_all(sessions, blocks, logits[:, : self._vocabulary])
+        self.undecided = {name for name, decision in zip(names, decisions, strict=True) if not decision.is_finite}
         for row, (block, decision) in enumerate(zip(blocks, decisions, strict=True)):
             accepted = block.draft.tokens[: len(decision.path)]
             table[row, : len(accepted) + 1] = torch.tensor([*accepted, decision.next_token], dtype=torch.int32)
@@ -255,7 +298,7 @@ def _with_drafts(runner: Any, draws: Any, execute_model: Callable[..., Any]) -> 
 
     def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        draws.fed = fed_blocks(scheduler_output)
+        draws.begin(fed_blocks(scheduler_output))
         write_drafts(states.draft_tokens, {states.req_id_to_index[name]: row for name, row in drafts.items()})
 
         def make_lora_inputs(names: Sequence[str], *inputs: Any) -> tuple[Any, ...]:

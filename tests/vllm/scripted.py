@@ -10,7 +10,17 @@ from cluster.speculation.controller import ReferenceLoop
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.draft_tree import DraftTree
-from protos.messages import Acceptance, Block, Close, Open, Sampling, TokenScore, Verdict
+from protos.messages import (
+    Acceptance,
+    Block,
+    Close,
+    Open,
+    Refusal,
+    RefusalReason,
+    Sampling,
+    TokenScore,
+    Verdict,
+)
 from protos.prefix import Prefix
 
 LONGEST = 6  # maximum tokens per block
@@ -28,6 +38,7 @@ class Life:
     open: Open
     prefix: Prefix
     is_over: bool = False
+    refused: RefusalReason | None = None
     verdicts: int = 0
     accepted: int = 0
     scores: list[TokenScore] = field(default_factory=list)
@@ -79,8 +90,12 @@ class ScriptedTarget:
         if plan is None:
             return
         for _, message in self.scheduler.apply(self.step(plan), 0.01, self.now):
-            assert isinstance(message, Verdict)
-            self._take(message)
+            if isinstance(message, Refusal):
+                life = self.lives[message.session]
+                life.is_over, life.refused = True, message.reason
+            else:
+                assert isinstance(message, Verdict)
+                self._take(message)
 
     def _take(self, verdict: Verdict) -> None:
         life = self.lives[verdict.session]

@@ -57,10 +57,21 @@ def test_steps_are_captured_whole_on_gpus_unless_configured(
     assert engine_arguments(config, "TARGET", 100, first_runner).get("compilation_config") == expected
 
 
+def test_captured_layers_are_part_of_what_identifies_a_compiled_model() -> None:
+    config = validated({"model": {"target": "TARGET"}, "draft": {"method": "ngram"}})
+    found = [engine_arguments(config, "TARGET", 100, False, layers)["additional_config"] for layers in ((), (1, 2))]
+    assert found[0] != found[1]
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ({"resources_per_rank": {"num_gpus": 0.5}}, "vLLM waits for a whole GPU for each rank; set it to 1"),
+        ({"resources_per_rank": {"num_gpus": 0.5}}, "vLLM uses one whole GPU for each rank; set it to 1"),
+        ({"resources_per_rank": {"num_gpus": 2}}, "vLLM uses one whole GPU for each rank; set it to 1"),
+        (
+            {"resources_per_rank": {"num_gpus": 1}, "vllm": {"distributed_executor_backend": "mp"}},
+            "is mp, whose ranks would not use the GPUs",
+        ),
         ({"vllm": {"enable_batch_sharded_sampling": True}}, "enable_batch_sharded_sampling cannot be set: every rank"),
     ],
 )

@@ -151,6 +151,12 @@ def test_sampled_tokens_show_how_much_of_the_draft_was_accepted(sampled: list[in
     assert outcome_of(PLANNED, sampled) == Outcome("a", path, 7)
 
 
+def test_a_row_without_finite_logits_commits_nothing() -> None:
+    assert outcome_of(PLANNED, [8, 9, 0], is_finite=False) == Outcome("a", (), 0, is_finite=False)
+    prompt = fed_row(PLANNED, DECIDED, start=0, scheduled=3, drafted=0)
+    assert outcome_of(prompt, [], is_finite=False) is None
+
+
 @pytest.mark.parametrize("sampled", [[], [8, 9, 7, 6]])
 def test_an_impossible_token_count_is_a_fault(sampled: list[int]) -> None:
     with pytest.raises(AssertionError, match="returned for a draft of 2"):
