@@ -22,6 +22,7 @@ BUFFER_BYTES = 1 << 20  # size of one exchange; larger tensors are split
 SYS_FUTEX = 202  # system call number on x86-64 Linux
 FUTEX_WAIT = 0
 FUTEX_WAKE = 1
+NCCL_SIZES = (1, 1 << 14, 1 << 23)  # elements; NCCL chooses its algorithm by size
 YIELDS = 200  # covers the usual wait within a step; after that, the rank sleeps and uses no CPU
 
 
@@ -130,6 +131,27 @@ class TorchGroup:
         return gathered
 
 
+class OrderedGroup:
+    """Adds the tensors of another group's ranks in the order of the ranks.
+
+    NCCL's order depends on a tensor's size and, within it, on an element's position.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        total, *others = self.all_gather(tensor)
+        for other in others:
+            total = total + other
+        tensor.copy_(total)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._group.all_gather(tensor)
+
+
 def shared_bytes(ranks: int) -> int:
     """Returns the size of `HostGroup`'s shared memory, in bytes."""
     return ranks * (CACHE_LINE + 2 * BUFFER_BYTES)
@@ -198,9 +220,28 @@ class HostGroup:
             self._syscall(SYS_FUTEX, self._addresses[other], FUTEX_WAIT, before, None, None, 0)
 
 
-def join(device: torch.device) -> Group:
-    """Returns this rank's group; torch.distributed must be initialized."""
-    return (_on_one_host() if device.type == "cpu" else None) or TorchGroup()
+def join(device: torch.device, in_order: bool = False) -> Group:
+    """Returns this rank's group, on GPUs connected; torch.distributed must be initialized.
+
+    With `in_order`, sums depend only on their summands.
+    """
+    if device.type == "cpu":
+        return _on_one_host() or TorchGroup()
+    group = OrderedGroup(TorchGroup()) if in_order else TorchGroup()
+    _connect(group, device)
+    return group
+
+
+def _connect(group: Group, device: torch.device) -> None:
+    """Makes NCCL allocate its buffers, hundreds of megabytes, before memory is planned.
+
+    Otherwise, it does so in the first collective of each size class.
+    """
+    for elements in NCCL_SIZES:
+        tensor = torch.zeros(elements, dtype=torch.bfloat16, device=device)
+        group.all_reduce(tensor)
+        group.all_gather(tensor)
+    torch.cuda.synchronize(device)
 
 
 def _on_one_host() -> HostGroup | None:

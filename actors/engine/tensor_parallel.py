@@ -56,7 +56,7 @@ from actors.models.weights import LoadReport
 from actors.sampling.draws import NO_DRAWS, Draws
 from cluster.config import CacheConfig, Resources
 from cluster.costs import ForwardCost
-from cluster.errors import EngineError
+from cluster.errors import EngineError, ModelError
 from cluster.page_allocator import PageCopy, SlotMove
 from cluster.placement import actor_options
 from cluster.verification.step import Outcome, StateRead, StepPlan
@@ -139,6 +139,18 @@ def from_leader(value: Value) -> Value:
     return values[0]
 
 
+def _check_equal(does: str, value: bool) -> None:
+    """Raises ModelError unless `value` is equal on all ranks; otherwise, they would wait for each other forever."""
+    values: list[bool | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    if len(set(values)) > 1:
+        ranks = [rank for rank, one in enumerate(values) if not one]
+        raise ModelError(
+            f"every tensor-parallel rank but {ranks} {does}; read their logs for the cause, or set"
+            " target.resources_per_rank.cuda_graphs: false"
+        )
+
+
 class LeadingRunner:
     """Runner of rank 0; makes every follower run the same forward."""
 
@@ -198,7 +210,7 @@ class Rank:
         if spec.ranks > 1:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, init_method=meeting_point, rank=self._index, world_size=spec.ranks)
-            self._group = join(device)
+            self._group = join(device, spec.invariant)
             if self._index == 0:
                 listener = Listener()
                 from_leader(listener.path)
@@ -281,6 +293,8 @@ class Rank:
             ranks=spec.ranks,
         )
         self._model = None  # the runner holds the parts that it needs
+        if self._device.type == "cuda" and spec.ranks > 1:
+            _check_equal("captures steps as CUDA graphs", self._runner.is_captured)
         self._runner.capture_steps()
         self._leading = LeadingRunner(self._runner, self._followers) if self._followers else self._runner
         grammars = grammars_of(lambda: load_grammar_vocabulary(Path(spec.folder))) if self._index == 0 else None

@@ -37,10 +37,16 @@ def test_command_line_beats_environment_beats_file(tmp_path):
 
 def test_overrides_make_sections_and_keep_their_neighbours(tmp_path):
     config = load_config(
-        written(tmp_path, SMALLEST), ["target.resources_per_rank.num_gpus=0.5", "target.tensor_parallel=3"]
+        written(tmp_path, SMALLEST), ["target.resources_per_rank.num_gpus=0.75", "target.tensor_parallel=3"]
     )
-    assert config.target.resources_per_rank.num_gpus == 0.5
+    assert config.target.resources_per_rank.num_gpus == 0.75
     assert config.target.tensor_parallel == 3
+
+
+def test_ranks_that_would_share_a_gpu_are_refused() -> None:
+    target = {"tensor_parallel": 2, "resources_per_rank": {"num_gpus": 0.5}}
+    with pytest.raises(ConfigError, match="so that Ray places several ranks on one GPU"):
+        validated(SMALLEST | {"target": target})
 
 
 def test_folders_are_relative_to_the_file_and_ids_stay_ids(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from actors.compute.collectives import Group, HostGroup, SingleRank, TorchGroup
+from actors.compute.collectives import Group, HostGroup, OrderedGroup, SingleRank, TorchGroup
 from tests.unit.actors.groups import at_once
 
 pytestmark = pytest.mark.timeout(60)  # inconsistent ranks wait forever
@@ -67,6 +67,25 @@ def test_a_thousand_exchanges_in_a_row_are_never_mixed_up(tmp_path, work):
     steps = torch.arange(1000)
     for found in on_all(host_groups(tmp_path, 3), chain):
         assert torch.equal(found, (steps * 6 * (steps % 17 + 1)).float())
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_an_ordered_sum_of_an_element_does_not_depend_on_the_others(tmp_path, size):
+    shape = (3, 7)
+
+    def both(group: Group) -> Tensor:
+        whole = numbers(group, shape, torch.bfloat16)
+        part = whole[1:, :2].clone()
+        for tensor in (whole, part):
+            OrderedGroup(group).all_reduce(tensor)
+        assert torch.equal(whole[1:, :2], part)
+        return whole
+
+    groups = host_groups(tmp_path, size)
+    expected = numbers(groups[0], shape, torch.bfloat16)
+    for group in groups[1:]:
+        expected = expected + numbers(group, shape, torch.bfloat16)
+    assert all(torch.equal(found, expected) for found in on_all(groups, both))
 
 
 def test_a_single_rank_communicates_with_no_one():
