@@ -32,13 +32,13 @@ def served(**pools: TargetPool | DraftPool) -> ServedModel:
     return one
 
 
-GPU = Resources(num_cpus=2, num_gpus=0.5, accelerator_type="L4", custom={"rack": 1}, labels={"zone": "a"})
+GPU = Resources(num_cpus=2, num_gpus=0.75, accelerator_type="L4", custom={"rack": 1}, labels={"zone": "a"})
 
 
 def test_an_actor_requests_all_of_its_resources():
     assert actor_options(GPU) == {
         "num_cpus": 2,
-        "num_gpus": 0.5,
+        "num_gpus": 0.75,
         "accelerator_type": "L4",
         "resources": {"rack": 1},
         "label_selector": {"zone": "a"},
@@ -48,7 +48,7 @@ def test_an_actor_requests_all_of_its_resources():
 
 def test_a_bundle_holds_the_resources_of_its_actor():
     """Ray never schedules a rank whose options exceed its bundle, and the replica would hang at start."""
-    assert rank_bundle(GPU) == {"CPU": 2, "GPU": 0.5, "rack": 1, "accelerator_type:L4": 0.001}
+    assert rank_bundle(GPU) == {"CPU": 2, "GPU": 0.75, "rack": 1, "accelerator_type:L4": 0.001}
     assert rank_bundle(Resources(num_cpus=1)) == {"CPU": 1}, "Ray refuses amounts of zero"
 
 
