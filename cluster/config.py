@@ -224,8 +224,8 @@ class TargetPool(Section):
         gpus = self.resources_per_rank.num_gpus
         if self.tensor_parallel > 1 and 0 < gpus <= 0.5:
             raise ValueError(
-                f"resources_per_rank.num_gpus is {gpus:g}, so that Ray places several ranks on one GPU, which NCCL"
-                " refuses; set one of them to 1"
+                f"resources_per_rank.num_gpus is {gpus:g}, so Ray may place several ranks on one GPU, which NCCL does"
+                " not support; set num_gpus or tensor_parallel to 1"
             )
         if self.engine == "slipstream" and self.vllm:
             raise ValueError("vllm has arguments, but engine is slipstream; set target.engine to vllm")

@@ -43,7 +43,8 @@ class CudaCapture:
             with torch.cuda.stream(self._stream):
                 step()  # libraries allocate their workspaces in the first call, which cannot be captured
         finally:
-            current.wait_stream(self._stream)  # operations before an error may still read memory that is freed next
+            # After an error, queued operations may still read memory that is about to be freed.
+            current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         try:

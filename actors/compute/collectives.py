@@ -132,7 +132,7 @@ class TorchGroup:
 
 
 class OrderedGroup:
-    """Adds the tensors of another group's ranks in the order of the ranks.
+    """Group that adds tensors in rank order, and communicates through another group.
 
     NCCL's order depends on a tensor's size and, within it, on an element's position.
     """
@@ -221,9 +221,9 @@ class HostGroup:
 
 
 def join(device: torch.device, in_order: bool = False) -> Group:
-    """Returns this rank's group, on GPUs connected; torch.distributed must be initialized.
+    """Returns this rank's group, already connected on GPUs; torch.distributed must be initialized.
 
-    With `in_order`, sums depend only on their summands.
+    With `in_order`, GPU ranks add tensors in rank order, whatever their size.
     """
     if device.type == "cpu":
         return _on_one_host() or TorchGroup()
@@ -235,7 +235,7 @@ def join(device: torch.device, in_order: bool = False) -> Group:
 def _connect(group: Group, device: torch.device) -> None:
     """Makes NCCL allocate its buffers, hundreds of megabytes, before memory is planned.
 
-    Otherwise, it does so in the first collective of each size class.
+    Otherwise, NCCL does so in the first collective of each size class.
     """
     for elements in NCCL_SIZES:
         tensor = torch.zeros(elements, dtype=torch.bfloat16, device=device)

@@ -203,8 +203,10 @@ class ModelRunner:
 
         After a failure, no local variable keeps the captured steps, whose memory the eager step may need.
         """
-        shape = None if self._static is None else self._static.shape(rows, draws)
-        if self._static is None or shape is None:
+        if self._static is None:
+            return None
+        shape = self._static.shape(rows, draws)
+        if shape is None:
             return None
         try:
             self._static.capture(shape)

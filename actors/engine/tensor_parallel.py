@@ -139,14 +139,14 @@ def from_leader(value: Value) -> Value:
     return values[0]
 
 
-def _check_equal(does: str, value: bool) -> None:
+def _check_equal(what: str, value: bool) -> None:
     """Raises ModelError unless `value` is equal on all ranks; otherwise, they would wait for each other forever."""
     values: list[bool | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     if len(set(values)) > 1:
         ranks = [rank for rank, one in enumerate(values) if not one]
         raise ModelError(
-            f"every tensor-parallel rank but {ranks} {does}; read their logs for the cause, or set"
+            f"every tensor-parallel rank but {ranks} {what}; read their logs for the cause, or set"
             " target.resources_per_rank.cuda_graphs: false"
         )
 

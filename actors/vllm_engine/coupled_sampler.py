@@ -123,7 +123,7 @@ def fed_row(planned: Row, tokens: Sequence[int], start: int, scheduled: int, dra
 def outcome_of(row: Row, sampled: Sequence[int], is_finite: bool = True) -> Outcome | None:
     """Returns a row's outcome: the accepted draft tokens and one further token; None if the row only fed a prompt.
 
-    If the row's logits were not finite, `sampled` means nothing.
+    If the row's logits are NaN or infinite, `sampled` is undefined.
     """
     if not row.decide:
         return None

@@ -25,7 +25,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         self.processor_factories = PROCESSOR_FACTORIES
         # Results of the step in progress; vLLM may apply the processor to parts of a step.
         self.extra_results: dict[str, ExtraResults] = {}  # by session
-        self.undecided: set[str] = set()  # vLLM's ids of requests whose logits were not finite
+        self.undecided: set[str] = set()  # vLLM's ids of requests with NaN or infinite logits
         self._vocabulary = int(vllm_config.additional_config[VOCABULARY_KEY])
         self.names: Mapping[int, str] = {}  # vLLM's request ids by slot; set by the worker
         self._fed: Mapping[str, FedBlock] = {}  # by vLLM's request id
@@ -50,7 +50,7 @@ class SharedNoise(LogitsProcessor):  # type: ignore[misc]
         """Decides all blocks of the step, or of a part of it; waits for the device once, for the decisions."""
         slots = [int(slot) for slot in ctx.idx_mapping_np]
         if not any(slot in self._sessions for slot in slots):
-            return logits  # of vLLM's own requests: on GPUs, it warms up before the worker sets the names
+            return logits  # vLLM's own requests: on GPUs, it warms up before the worker sets `names`
         fed = [self._fed[self.names[slot]] for slot in slots]
         starts = [*accumulate((1 + len(block.drafted) for block in fed), initial=0)]
         assert starts[-1] == len(logits), f"{len(logits)} rows of logits, but {starts[-1]} were scheduled"

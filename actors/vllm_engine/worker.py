@@ -175,7 +175,7 @@ class DrawingWorker:
 
 
 def with_undecided(draws: Any, sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
-    """Reports the requests that `draws` could not decide to the scheduler, as requests with NaN in their logits."""
+    """Wraps `sample_tokens`: reports requests that `draws` could not decide as requests with NaN in their logits."""
 
     def sample(*args: Any, **kwargs: Any) -> Any:
         answer = sample_tokens(*args, **kwargs)
@@ -191,8 +191,8 @@ def with_undecided(draws: Any, sample_tokens: Callable[..., Any]) -> Callable[..
 def or_exit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Ends the process if the function raises an exception.
 
-    vLLM only logs exceptions of ranks other than the leading one, which then go on with the tokens of an earlier step.
-    It notices that a process has ended, and fails as a whole.
+    vLLM only logs exceptions of ranks other than the leading one, which then continue with the tokens of an earlier
+    step. It does notice the end of a process, and then fails as a whole.
     """
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -210,7 +210,7 @@ class FirstRunnerDraws:
 
     def __init__(self, runner: Any, vocabulary: int, processor_factories: tuple[ProcessorFactory, ...]) -> None:
         self.extra_results: dict[str, ExtraResults] = {}
-        self.undecided: set[str] = set()  # ids of requests whose logits were not finite in the latest step
+        self.undecided: set[str] = set()  # ids of requests with NaN or infinite logits in the latest step
         self._runner = runner
         self._vocabulary = vocabulary
         self._factories = processor_factories

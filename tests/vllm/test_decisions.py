@@ -1,4 +1,4 @@
-"""Tests special decisions: vLLM's own requests, steps in several parts, and logits that are not finite."""
+"""Tests decisions in special cases: requests of vLLM itself, steps in several parts, and NaN logits."""
 
 import shutil
 from collections.abc import Sequence

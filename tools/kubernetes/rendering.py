@@ -35,7 +35,7 @@ from tools.kubernetes.ray_service import (
 )
 
 DOWNLOADER = PodOptions(cpu="2", memory="8Gi")
-WHOLE_MODEL = "--exclude 'original/*'"  # which has the weights again, in another format
+WHOLE_MODEL = "--exclude 'original/*'"  # a second copy of the weights in another format
 TOKENIZER_ONLY = f"--include '*.json' --include '*.jinja' --include '*.model' --include '*.txt' {WHOLE_MODEL}"
 
 
@@ -75,7 +75,7 @@ def _job(options_of: Mapping[str, str], image: str) -> Json:
     pod = template(main, DOWNLOADER, [weights], restartPolicy="OnFailure", automountServiceAccountToken=False)
     labels = {"app.kubernetes.io/name": f"{NAME}-models"}
     pod["metadata"]["labels"] = labels
-    # A job cannot be changed, so a job with another image or other models has another name.
+    # Kubernetes does not allow changes to a job, so its name depends on the image and the models.
     digest = hashlib.sha256(json.dumps(pod).encode()).hexdigest()[:8]
     return {
         "apiVersion": "batch/v1",
@@ -204,8 +204,8 @@ def _pool_faults(config: SlipstreamConfig) -> Iterable[str]:
             )
         if expressions := [text for text in resources.labels.values() if not LABEL_VALUE.fullmatch(text)]:
             yield (
-                f"{section}.labels has {', '.join(expressions)}, but nodes get these labels, too, and need plain"
-                " values; name one value"
+                f"{section}.labels has {', '.join(expressions)}, but these labels are also set on nodes, which"
+                " accept only plain values; choose one value"
             )
         if "pool" in resources.labels:
             yield f"{section}.labels has a label pool, which the manifests set for each pool; leave it out"

@@ -310,7 +310,7 @@ def last_state_drafting(
         head.token_ids, rows, limits, Calibration(), (*PROCESSOR_FACTORIES, *setup.processor_factories)
     )
     predictor = LastStatePredictor(head, sampler, LastRows(device, products.dtype))
-    config = head.config  # no reference to the head, so that it is freed after an exchange
+    config = head.config  # a reference to the head would keep it after an exchange
 
     def prepare(folder: Path) -> Callable[[], object]:
         other = loaded(folder)

@@ -45,7 +45,7 @@ def test_overrides_make_sections_and_keep_their_neighbours(tmp_path):
 
 def test_ranks_that_would_share_a_gpu_are_refused() -> None:
     target = {"tensor_parallel": 2, "resources_per_rank": {"num_gpus": 0.5}}
-    with pytest.raises(ConfigError, match="so that Ray places several ranks on one GPU"):
+    with pytest.raises(ConfigError, match="so Ray may place several ranks on one GPU"):
         validated(SMALLEST | {"target": target})
 
 

@@ -177,13 +177,13 @@ def eagle_draft_model(
     token = head.config.mask_token
     masks = ONE_AT_A_TIME if token is None else MaskTokens(token, draft_tokens)
     cache = DraftCache(pages, page_size, UNFED_TOKENS)
-    used, memory = runner.attention, runner.cache  # no reference to the runner, so that an exchanged head is freed
+    backend, memory = runner.attention, runner.cache  # a reference to the runner would keep its head after an exchange
 
     def load_weights(folder: Path) -> DraftWeights:
         assert load is not None, "it is passed on only if there is one"
         other = load(folder)
         _check_logits(other, folder, page_size)
-        return DraftWeights(EagleRunner(other, pages, page_size, used, memory), other.token_ids, masks)
+        return DraftWeights(EagleRunner(other, pages, page_size, backend, memory), other.token_ids, masks)
 
     return DraftModel(
         runner,

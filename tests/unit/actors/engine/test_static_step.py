@@ -275,7 +275,7 @@ def test_steps_run_without_captures_if_one_fails(caplog, is_early):
 
 
 def test_after_a_failed_capture_captured_steps_are_freed_before_the_step_runs(caplog):
-    """The capture may have failed for lack of memory."""
+    """A capture may fail because memory has run out, and the eager step needs some."""
     caplog.set_level(logging.ERROR)  # a recorded warning would keep the error and its frames
     captured = []
 

@@ -57,7 +57,7 @@ def test_fused_operations_give_the_same_logits(name):
 
 
 def test_fused_operations_need_no_padding_for_products_of_fixed_size():
-    """GPUs use such products for invariant numerics."""
+    """With invariant numerics, products on GPUs have padded rows."""
 
     def product(weight: Tensor, bias: Tensor | None) -> TiledProjection:
         return TiledProjection(PlainProjection(weight, bias), 64, pads=True)

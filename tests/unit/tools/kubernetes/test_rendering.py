@@ -85,7 +85,7 @@ def test_learning_is_refused_without_a_volume_for_it() -> None:
 
 @pytest.mark.parametrize("change", [{"kubernetes": {"image": "a:2"}}, {"draft": {"model": "another/draft"}}])
 def test_a_changed_download_is_another_job(change: dict[str, Any]) -> None:
-    """Kubernetes refuses changes of a job."""
+    """Kubernetes does not allow changes to a job."""
 
     def job_name(given: SlipstreamConfig) -> str:
         _, job = yaml.safe_load_all(rendered(given, "c.yaml")["models.yaml"])
