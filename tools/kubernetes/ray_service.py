@@ -91,17 +91,25 @@ def _pool_group(section: str, pool: TargetPool | DraftPool, config: SlipstreamCo
     options = config.kubernetes
     pods = options.pools.get(name, options.draft if is_draft else options.target)
     reserved = Counter(replica_resources(pool))
+    processes = pods.replicas * (1 if isinstance(pool, DraftPool) else pool.tensor_parallel)
     return WorkerGroup(
         name,
         PeerRole.DRAFTER if is_draft else PeerRole.TARGET,
         pods,
         cpus=math.ceil(pods.replicas * reserved["CPU"]),
-        gpus=math.ceil(pods.replicas * reserved["GPU"]),
+        gpus=_gpus_for(processes, resources_of(pool).num_gpus),
         least=_pods_for(pool.replicas.min, pods.replicas),
         most=_max_pods(pool.replicas, pods.replicas),
         labels=pool_labels(section, pool),
         idle_s=pods.idle_s,
     )
+
+
+def _gpus_for(processes: int, share: float) -> int:
+    """Returns the number of GPUs for processes with `share` GPUs each; Ray does not split a share over two GPUs."""
+    if 0 < share < 1:
+        return math.ceil(processes / math.floor(1 / share))
+    return math.ceil(processes * share)
 
 
 def _pods_for(replicas: int, per_pod: int) -> int:

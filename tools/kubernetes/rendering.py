@@ -65,7 +65,11 @@ def downloads(config: SlipstreamConfig) -> dict[str, str]:
 
 def _job(options_of: Mapping[str, str], image: str) -> Json:
     main = container("download", image, DOWNLOADER, {}, {"HF_HOME": MODELS})
-    script = "".join(f"hf download {name} {options}\n" for name, options in options_of.items())
+    # A complete model stays at its commit, since all pods must load the same one; offline, `hf` fails for others.
+    script = "".join(
+        f"HF_HUB_OFFLINE=1 hf download {name} {options} ||\n  hf download {name} {options}\n"
+        for name, options in options_of.items()
+    )
     main |= {"command": ["/bin/sh", "-ec"], "args": [script]}
     # Only gated models need a token.
     token = {"name": "hugging-face", "key": "token", "optional": True}

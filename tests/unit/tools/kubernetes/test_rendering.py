@@ -177,6 +177,18 @@ def test_pods_have_the_gpus_and_cpus_of_their_replicas() -> None:
     assert [(group.least, group.most) for group in groups] == [(1, 1), (2, 6), (1, 1)]
 
 
+@pytest.mark.parametrize(("ranks", "share", "gpus"), [(4, 0.75, 4), (3, 0.6, 3), (2, 2, 4), (1, 0.3, 1)])
+def test_no_share_of_a_gpu_is_split_over_two(ranks: int, share: float, gpus: int) -> None:
+    target = {"tensor_parallel": ranks, "resources_per_rank": {"num_gpus": share}}
+    assert next(iter(worker_groups(config(target=target)))).gpus == gpus
+
+
+def test_drafters_with_shares_of_a_gpu_do_not_fill_it() -> None:
+    draft = {"resources": {"num_gpus": 0.4}}
+    groups = worker_groups(config(draft=draft, kubernetes={"draft": {"replicas": 5}}))
+    assert {group.name: group.gpus for group in groups}["draft"] == 3
+
+
 def test_the_rendered_configuration_has_labels_and_only_useful_keys() -> None:
     given = config(server={"routers": 3, "host": "0.0.0.0"}, target={"max_sessions": 5})
     again = in_pods(given)
