@@ -189,7 +189,19 @@ def _padded_outputs(weight: Tensor) -> Tensor:
 
 
 GROUP = 64  # inputs that share a scale and a zero point
+ROWS_AT_ONCE = 4096  # rows that are rounded at once, in float32
 INNER_TILES = 8  # tiles of 16 inputs that a thread reads at once
+
+
+def _four_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds a weight, (outputs, inputs), to levels, uint8, and (scale, zero), (outputs, groups, 2): a number is
+    (level - 8) * scale + zero.
+    """
+    groups = weight.float().view(len(weight), -1, GROUP)
+    lowest, highest = groups.aminmax(dim=-1, keepdim=True)
+    scales = ((highest - lowest) / 15).clamp_min_(torch.finfo(torch.bfloat16).tiny)
+    levels = ((groups - lowest) / scales).round_().clamp_(0, 15).to(torch.uint8).view_as(weight)
+    return levels, torch.cat((scales, lowest + 8 * scales), -1).bfloat16()
 
 
 class FourBitProjection:
@@ -203,18 +215,14 @@ class FourBitProjection:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._outputs = len(weight)
         weight = _padded_outputs(weight)
-        outputs, inputs = weight.shape
-        groups = weight.float().view(outputs, inputs // GROUP, GROUP)
-        lowest, highest = groups.aminmax(dim=-1, keepdim=True)
-        scales = ((highest - lowest) / 15).clamp_min_(torch.finfo(torch.bfloat16).tiny)
-        levels = ((groups - lowest) / scales).round_().clamp_(0, 15).to(torch.int32).view(outputs, inputs)
-        # A weight is (level - 8) * scale + zero; the kernel reads (groups, outputs, 2).
-        self._scales = torch.cat((scales, lowest + 8 * scales), -1).transpose(0, 1).contiguous().bfloat16()
+        parts = [_four_bits(block) for block in torch.split(weight, ROWS_AT_ONCE)]
+        levels = torch.cat([part[0] for part in parts])
+        self._scales = torch.cat([part[1] for part in parts]).transpose(0, 1).contiguous()  # (groups, outputs, 2)
         if weight.device.type == "cpu":
-            self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, INNER_TILES)
+            self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), INNER_TILES)
             self._product = torch.ops.aten._weight_int4pack_mm_for_cpu
         else:
-            pairs = (levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8)
+            pairs = levels[:, ::2] << 4 | levels[:, 1::2]
             self._weight = torch.ops.aten._convert_weight_to_int4pack(pairs, INNER_TILES)
             self._product = torch.ops.aten._weight_int4pack_mm
         self._bias = None if bias is None else bias.detach()
@@ -353,12 +361,27 @@ def pack_linears(model: nn.Module, product: Product = projection) -> None:
         for parent_name, parent in model.named_modules()
         for own_name, child in parent.named_children()
         if type(child) is nn.Linear
+        and _is_plain(child)
         and (can_pack(child.weight) or product is not projection)
         and not _reads_weight(type(parent), own_name)
     ]
     for name in names:
         _pack(model, name, product)  # holds no other layer, so that each is freed as it is replaced
         trim_heap()
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    """Returns whether a layer computes a product with a weight of plain numbers.
+
+    Libraries rename or encode weights that they compress, and replace a layer's `forward` to round its inputs, too.
+    """
+    weight = getattr(linear, "weight", None)
+    return (
+        "forward" not in vars(linear)
+        and weight is not None
+        and weight.is_floating_point()
+        and weight.dtype.itemsize > 1
+    )
 
 
 def _pack(model: nn.Module, name: str, product: Product) -> None:

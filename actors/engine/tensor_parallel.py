@@ -18,6 +18,7 @@ from threading import Thread
 from typing import Any, NoReturn, TypeVar
 
 import ray
+import torch
 import torch.distributed as dist
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
@@ -50,6 +51,7 @@ from actors.engine.step_link import FollowersLink, LeaderLink, Listener, StepCal
 from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.models.checkpoint import load
 from actors.models.decoder import ForwardOutput, decoder_for
+from actors.models.fused import compile_invariant
 from actors.models.recurrent_layers import recurrent_page_bytes
 from actors.models.reference_check import check_model
 from actors.models.weights import LoadReport
@@ -221,6 +223,12 @@ class Rank:
             check_model(Path(spec.folder), ranks=spec.ranks, max_context=spec.context)
         loaded = load(Path(spec.folder), spec.dtype, device, self._group)
         self._model = loaded.model
+        dtype = str(loaded.model.dtype).removeprefix("torch.")
+        if dtype != spec.dtype and self._captured and self._captured.load_projection:
+            raise ModelError(
+                f"{spec.folder} computes in {dtype}, so its hidden states cannot be projected in {spec.dtype}; set"
+                f" model.dtype to {dtype}"
+            )
         shape = attention_shape(self._model, spec.cache.page_size, spec.ranks)
         attention = self._create_attention(shape)  # may allocate memory, so before `page_count`
         self._project = self._captured.projection_on(device) if self._captured else None  # likewise
@@ -277,7 +285,8 @@ class Rank:
         assert self._attention is not None, "load first"
         page_size = spec.cache.page_size
         product = InvariantProducts() if spec.invariant else projection
-        decoder = decoder_for(self._model.eval(), product, spec.context)
+        compile_function = compile_invariant if spec.invariant else torch.compile
+        decoder = decoder_for(self._model.eval(), product, spec.context, compile_function)
         buckets = self._buckets(self._attention)
         self._runner = ModelRunner(
             self._model,

@@ -230,6 +230,10 @@ def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded
     try:
         if method and group.size == 1:
             model = _converted(folder, stored, dtype, device)
+            if method == "compressed-tensors":
+                # The library expands all weights in the first forward, which would exceed a memory plan made before.
+                with torch.no_grad():
+                    model(torch.zeros((1, 1), dtype=torch.long, device=device))
         else:
             model = _read(folder, config, stored, dtype, device, group)
     except (ImportError, ValueError, RuntimeError, OSError) as error:

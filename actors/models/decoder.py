@@ -371,8 +371,7 @@ class LlamaDecoder:
 
     Takes over the model's weights layer by layer, so that no more than one layer is held twice. The model's own linear
     layers cannot be used afterwards. Positions are below `context`, by default the model's own maximum, or up to
-    SPARE_POSITIONS more while costs are measured. `compile_function` fuses the operations between products, by default
-    on GPUs with torch's compiler; a CPU gains nothing.
+    SPARE_POSITIONS more while costs are measured. `compile_function` fuses the operations between products.
     """
 
     def __init__(
@@ -397,8 +396,6 @@ class LlamaDecoder:
         self.shard = head.shard if is_split else Shard(SingleRank(), head.out_features)
         self._head = _single_projection(head, product)
         self._operations: LayerOperations = PlainOperations(heads)
-        if compile_function is None and self._embedding.device.type == "cuda":
-            compile_function = torch.compile
         if compile_function is not None:
             try:
                 self._operations = fused_operations(
@@ -510,12 +507,24 @@ def is_llama_kind(model: PreTrainedModel) -> bool:
     return (
         type(model).__name__ in LLAMA_KIND
         and config.hidden_act == "silu"
+        and not getattr(config, "quantization_config", None)
         and all(type(module) in KNOWN_LINEARS for module in model.modules() if isinstance(module, nn.Linear))
         and isinstance(model.get_output_embeddings(), nn.Linear)
     )
 
 
-def decoder_for(model: PreTrainedModel, product: Product = projection, context: int | None = None) -> Decoder:
-    """Returns the fastest decoder for a model, for texts of up to `context` tokens; takes over the model's weights."""
+def decoder_for(
+    model: PreTrainedModel,
+    product: Product = projection,
+    context: int | None = None,
+    compile_function: Compile = torch.compile,
+) -> Decoder:
+    """Returns the fastest decoder for a model, for texts of up to `context` tokens; takes over the model's weights.
+
+    `compile_function` fuses operations on GPUs; a CPU gains nothing.
+    """
     fix_frequencies(model, context)
-    return LlamaDecoder(model, product, context) if is_llama_kind(model) else ModelDecoder(model, product)
+    if not is_llama_kind(model):
+        return ModelDecoder(model, product)
+    fuses = model.get_input_embeddings().weight.device.type == "cuda"
+    return LlamaDecoder(model, product, context, compile_function if fuses else None)

@@ -16,6 +16,11 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Returns a compiled function, as `torch.compile` does."""
 
 
+def compile_invariant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function without choosing reductions by measurements, or persistent ones by the number of rows."""
+    return torch.compile(function, options={"batch_invariant": True})
+
+
 class HeadNorms(NamedTuple):
     """Weights of the norms on queries and keys, each (head dim,)."""
 

@@ -23,6 +23,7 @@ from actors.engine.invariance import InvarianceCheck
 from actors.engine.runner import ModelRunner
 from actors.engine.static_step import Buckets, Recording, recording_on
 from actors.models.decoder import decoder_for
+from actors.models.fused import compile_invariant
 from actors.sampling.acceptance import DrawAddress, PendingBlock, decide
 from actors.sampling.draws import Draws
 from actors.sampling.logits_processors import chain_of
@@ -340,7 +341,7 @@ def check_invariance(sizes: Sizes, dtype: torch.dtype, device: torch.device, emi
     except ModelError as error:
         emit(Unmeasured(f"invariant numerics in {name}", str(error)))
         return
-    decoder = decoder_for(model, InvariantProducts())
+    decoder = decoder_for(model, InvariantProducts(), compile_function=compile_invariant)
     pages, context = sizes.sessions * sizes.pages_each, sizes.pages_each * PAGE_SIZE
     buckets = Buckets.for_sessions(sizes.sessions, context, PAGE_SIZE, backend, GPU_TILE)
     recording = recording_on(device, backend, decoder, buckets)

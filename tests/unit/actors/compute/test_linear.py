@@ -248,3 +248,22 @@ def test_a_sum_with_few_rows_rounds_as_with_many(dtype):
     x, other = torch.randn(64, 16, dtype=dtype), torch.randn(64, 24, dtype=dtype)
     together = packed.plus(x, other)
     assert torch.equal(torch.cat([packed.plus(*row) for row in zip(x.split(1), other.split(1), strict=True)]), together)
+
+
+def test_four_bit_weights_are_rounded_alike_in_any_number_of_rows():
+    torch.manual_seed(1)
+    weight = torch.randn(8192 + 48, 128).bfloat16()
+    x = torch.randn(2, 128).bfloat16()
+    parts = [FourBitProjection(part, None)(x) for part in weight.split(48)]
+    torch.testing.assert_close(FourBitProjection(weight, None)(x), torch.cat(parts, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, None])
+def test_compressed_layers_keep_their_own_products(dtype):
+    """Their weights lack scales, or are stored under other names."""
+    model: Any = nn.Sequential(nn.Linear(8, 8))
+    del model[0].weight
+    if dtype is not None:
+        model[0].weight = torch.zeros(8, 8, dtype=dtype)
+    pack_linears(model, PlainProjection)
+    assert type(model[0]) is nn.Linear

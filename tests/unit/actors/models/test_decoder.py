@@ -50,9 +50,18 @@ class Other(LlamaForCausalLM):
     """Subclass with another name and unknown changes."""
 
 
+def with_quantized_layer() -> LlamaForCausalLM:
+    """Libraries replace linear layers by classes that are no `nn.Linear` and have no weight."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.config.quantization_config = {"quant_method": "awq"}
+    model.model.layers[0].self_attn.q_proj = nn.Identity()
+    return model
+
+
 UNLIKE: dict[str, Callable[[], PreTrainedModel]] = {
     "another activation": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="gelu")),
     "a layer of its own kind": with_special_layer,
+    "quantized weights": with_quantized_layer,
     "another class": lambda: Other(LlamaConfig(**SIZES)),
 }
 
