@@ -15,7 +15,14 @@ from torch import Tensor
 from actors.attention import AttentionBackend
 from actors.attention.paged import paged_for
 from actors.attention.sdpa_gather import KEY_BLOCK, QUERIES, Padding, SdpaGather
-from actors.attention.select_backend import BACKEND_ERRORS, AttentionReport, AttentionShape, Trial
+from actors.attention.select_backend import (
+    BACKEND_ERRORS,
+    TOLERANCE,
+    AttentionReport,
+    AttentionShape,
+    Trial,
+    check_backend,
+)
 from cluster.errors import ModelError
 
 VECTOR = 16  # keys that vector units sum in parallel
@@ -35,7 +42,9 @@ def invariant_backend(shape: AttentionShape, device: torch.device) -> tuple[Atte
         if not (shape.plain or shape.capped):
             raise ValueError("the kernel does not support the model's attention scores")
         backend = paged_for(device)
-        Trial(shape, device).build(backend, trees=False)
+        trial = Trial(shape, device)
+        check_backend(backend, trial, SdpaGather(), TOLERANCE[shape.dtype], is_padded=True)
+        trial.build(backend, trees=False)
     except BACKEND_ERRORS as error:
         raise ModelError(f"model.numerics is invariant, which is impossible here: {error}; set it to fast") from error
     return backend, AttentionReport(backend.name, takes_trees=False)

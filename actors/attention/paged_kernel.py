@@ -1,10 +1,10 @@
 """Triton kernels of paged attention, and `attend`, which launches them. Importing this module requires Triton.
 
-A program attends BLOCK_Q queries, which are tokens of one row times the heads that share a key head, to the keys of one
-split, as FlashDecoding does. Splits have a fixed number of keys, blocks begin at fixed slots, and partial results are
-added in order; hidden keys contribute exact zeros. A row's result therefore does not depend on other rows or padding,
-and a chain's not on the number of its tokens in the step. A tree's keys lie in the order of its nodes, so a node may
-round differently from the same token in a chain.
+A program attends BLOCK_Q queries, which are tokens of one row times the heads that share a key head, to the keys of
+some splits, as FlashDecoding does. Splits have a fixed number of keys, blocks begin at fixed slots, and partial results
+are added in order; hidden keys contribute exact zeros. A row's result therefore does not depend on other rows or
+padding, and a chain's not on the number of its tokens in the step. A tree's keys lie in the order of its nodes, so a
+node may round differently from the same token in a chain.
 """
 
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from actors.attention.flat_rows import WORD, WORDS
 from actors.attention.paged import WORKSPACE_BYTES, StepTensors
 
 SPLIT = 512  # keys per partial result
+PROGRAMS = 4096  # enough for a GPU, even if most are padding; with more, launching those of short texts takes longer
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(2**31 - 1)  # beyond any slot
 ROWS_AT_ONCE = tl.constexpr(256)  # row starts per comparison
@@ -51,7 +52,7 @@ class Blocks:
         dims = max(16, triton.next_power_of_2(head_dim))
         queries = max(64 if dims * dtype.itemsize <= 512 else 32, triton.next_power_of_2(group))
         keys = min(64, max(16, (1 << 15) // (dims * dtype.itemsize**2)))
-        return cls(queries // group, queries, keys, dims, 4 if queries * dims < 64 * 128 else 8)
+        return cls(queries // group, queries, keys, dims, 4 if dims <= 128 else 8)
 
 
 def attend(
@@ -97,7 +98,9 @@ def attend(
     }
     try:
         # Each row has at least as many programs as blocks; see `_row_of`.
-        attend_kernel[tokens // blocks.tokens + rows, kv_heads, 1 if in_one_pass else splits](
+        programs = tokens // blocks.tokens + rows
+        at_once = 1 if in_one_pass else min(splits, triton.cdiv(PROGRAMS, programs * kv_heads))
+        attend_kernel[programs, kv_heads, at_once](
             query,
             pool,
             out,
@@ -278,7 +281,7 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Attends one block of one row's tokens, for one key head, to one split or to all splits."""
+    """Attends one block of one row's tokens, for one key head, to all splits; in a grid of depth n, to every n-th."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = _row_of(block, row_starts, rows, BLOCK_T)
@@ -330,20 +333,20 @@ def attend_kernel(
         out = (result / tl.where(is_real, total, 1.0)[:, None]).to(output.dtype.element_ty)
         tl.store(output + result_at[:, None] * HEAD_DIM + dim[None, :], out, mask=is_loaded)
     else:
-        split = tl.program_id(2)
-        first = tl.maximum(begin, split * SPLIT)
-        last = tl.minimum(last, (split + 1) * SPLIT)
-        if first < last:
-            maximum, total, result = _attend_split(
-                first, last,
-                queries, position, prefix, low_bits, high_bits, tree, node_positions, table, keys, values,
-                slot_stride, window, scale, softcap,
-                HEAD_DIM, PAGE_SIZE, HAS_WINDOW, HAS_SOFTCAP, BLOCK_Q, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-            split_at = result_at * splits + split
-            tl.store(maxima + split_at, maximum, mask=is_real)
-            tl.store(totals + split_at, total, mask=is_real)
-            tl.store(partial + split_at[:, None] * HEAD_DIM + dim[None, :], result, mask=is_loaded)
+        for split in range(tl.program_id(2), tl.cdiv(last, SPLIT), tl.num_programs(2)):
+            first = tl.maximum(begin, split * SPLIT)
+            end = tl.minimum(last, (split + 1) * SPLIT)
+            if first < end:
+                maximum, total, result = _attend_split(
+                    first, end,
+                    queries, position, prefix, low_bits, high_bits, tree, node_positions, table, keys, values,
+                    slot_stride, window, scale, softcap,
+                    HEAD_DIM, PAGE_SIZE, HAS_WINDOW, HAS_SOFTCAP, BLOCK_Q, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+                split_at = result_at * splits + split
+                tl.store(maxima + split_at, maximum, mask=is_real)
+                tl.store(totals + split_at, total, mask=is_real)
+                tl.store(partial + split_at[:, None] * HEAD_DIM + dim[None, :], result, mask=is_loaded)
 
 
 @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Generic, TypeVar
 
 import torch
@@ -216,6 +215,7 @@ class Trial:
             InputRow((0,) * QUERIES, at, 0, tuple(t.tolist())) for at, t in zip(CONTEXTS, tables, strict=True)
         ]
         self._trees = [replace(row, parents=PARENTS) for row in self._rows]
+        self._prompt = InputRow((0,) * PROMPT_TOKENS, 0, 0, self._rows[-1].pages)
         total = QUERIES * len(CONTEXTS)
 
         def random(*sizes: int) -> Tensor:
@@ -224,6 +224,10 @@ class Trial:
         self._options = ScoreOptions(shape.head_dim**-0.5, softcap=SOFTCAP if shape.capped else None)
         self._query = random(total, shape.heads, shape.head_dim)
         self._new = random(total, 2 * shape.kv_heads, shape.head_dim)
+        self._prompt_inputs = (
+            random(PROMPT_TOKENS, shape.heads, shape.head_dim),
+            random(PROMPT_TOKENS, 2 * shape.kv_heads, shape.head_dim),
+        )
         self._old = [random(context, 2 * shape.kv_heads, shape.head_dim) for context in CONTEXTS]
 
     def attend(
@@ -244,6 +248,12 @@ class Trial:
         if attended[total:].any():
             raise ValueError("padding does not get zeros")
         return attended[:total]
+
+    def attend_prompt(self, backend: AttentionBackend, window: int | None) -> Tensor:
+        """Returns the result of one layer with a long prompt chunk; sets memory outside all rows to NaN."""
+        self._fill()
+        options = replace(self._options, window=window)
+        return exact_batch([self._prompt], self._cache, backend).attend(0, *self._prompt_inputs, options)
 
     def _fill(self) -> None:
         """Writes the rows' cached keys and values, and NaN to all other memory."""
@@ -280,9 +290,8 @@ class Trial:
     def _kinds(self, trees: bool) -> list[list[InputRow]]:
         """Returns batches of one or several rows: single tokens, chains, trees and long prompt chunks."""
         token = replace(self._rows[0], tokens=(0,))
-        long = InputRow((0,) * PROMPT_TOKENS, 0, 0, self._rows[-1].pages)
-        chains = [[token], self._rows[:1], self._rows[:2], [long]]
-        return [*chains, self._trees[:1], self._trees[:2], [long, *self._trees[:2]]] if trees else chains
+        chains = [[token], self._rows[:1], self._rows[:2], [self._prompt]]
+        return [*chains, self._trees[:1], self._trees[:2], [self._prompt, *self._trees[:2]]] if trees else chains
 
     def step(self, backend: AttentionBackend, capture: Capture | None = None) -> Callable[[], None]:
         """Returns a function that computes one step's attention in all layers and waits for the device.
@@ -303,10 +312,14 @@ class Trial:
 
         def step() -> None:
             attend_layers()
-            if self._cache.device.type == "cuda":
-                torch.cuda.synchronize(self._cache.device)
+            self.wait()
 
         return step
+
+    def wait(self) -> None:
+        """Waits for the device; raises its error if an operation failed there."""
+        if self._cache.device.type == "cuda":
+            torch.cuda.synchronize(self._cache.device)
 
     def _attend_layers(self, backend: AttentionBackend) -> None:
         batch = exact_batch(self._rows, self._cache, backend)
@@ -369,9 +382,10 @@ def fastest(
             if not is_captured and any(not is_eager for is_eager, *_ in takes_trees):
                 tried.append(TriedBackend(name, None, "its steps cannot be captured, unlike those of another backend"))
                 continue
-            _check(backend, trial, reference, tolerance, is_padded=is_captured)
+            check_backend(backend, trial, reference, tolerance, is_padded=is_captured)
             step_ms = _step_ms(trial.step(backend, capture if is_captured else None), clock)
         except BACKEND_ERRORS as error:
+            trial.wait()  # raises an error of the device, after which no other backend could work
             tried.append(TriedBackend(name, None, f"{type(error).__name__}: {error}"))
             continue
         no_trees = _no_trees(backend, trial, reference, tolerance, is_captured)
@@ -396,13 +410,14 @@ def _no_trees(
     if not backend.takes_trees:
         return "its kernel does not support masks"
     try:
-        _check(backend, trial, reference, tolerance, is_padded, trees=True)
+        check_backend(backend, trial, reference, tolerance, is_padded, trees=True)
     except BACKEND_ERRORS as error:
+        trial.wait()
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def _check(
+def check_backend(
     backend: AttentionBackend,
     trial: Trial,
     reference: AttentionBackend,
@@ -410,15 +425,20 @@ def _check(
     is_padded: bool,
     trees: bool = False,
 ) -> None:
-    """Raises ValueError if a result differs from the reference by more than the tolerance."""
-    for window, pads in product(trial.windows, {False, is_padded}):
+    """Raises ValueError if a result differs from the reference by more than the tolerance: of trees, or of chains and a
+    long prompt chunk.
+    """
+    for window in trial.windows:
         expected = trial.attend(reference, window, trees)
-        outputs = trial.attend(backend, window, trees, pads)
-        if not torch.allclose(outputs, expected, atol=tolerance, rtol=tolerance):
-            max_deviation = float((outputs.float() - expected.float()).abs().max())
-            raise ValueError(
-                f"its result is off by {max_deviation:.3g} with window {window}; at most {tolerance:.3g} is allowed"
-            )
+        pairs = [(trial.attend(backend, window, trees, pads), expected) for pads in {False, is_padded}]
+        if not trees:
+            pairs.append((trial.attend_prompt(backend, window), trial.attend_prompt(reference, window)))
+        for found, right in pairs:
+            if not torch.allclose(found, right, atol=tolerance, rtol=tolerance):
+                deviation = float((found.float() - right.float()).abs().max())
+                raise ValueError(
+                    f"its result is off by {deviation:.3g} with window {window}; at most {tolerance:.3g} is allowed"
+                )
 
 
 def _step_ms(step: Callable[[], None], clock: Callable[[], float]) -> float:
