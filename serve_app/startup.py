@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import ray
-import torch
 from ray.util import get_current_placement_group
 
 from actors.drafters.heads.files import head_folder
@@ -57,7 +56,7 @@ from actors.vllm_engine.engine import VllmEngine
 from cluster.config import DraftPool, SlipstreamConfig, TargetPool, of_drafters
 from cluster.config_sections import HEADS, TrustConfig
 from cluster.costs import DraftCost, ForwardCost
-from cluster.drafting.method import DraftingMethod, ExchangesWeights
+from cluster.drafting.method import DraftingMethod, ExchangesWeights, LimitsStates
 from cluster.drafting.session_table import DrafterLimits
 from cluster.errors import EngineError
 from cluster.learning import Example
@@ -170,15 +169,12 @@ def start_trainer(config: SlipstreamConfig, is_stopping: threading.Event) -> Tra
     learning = config.draft.learning
     assert learning is not None, "a trainer requires a draft that learns"
     target = local_folder(config.model.target, with_weights=False)
-    device = device_of(learning.resources)
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(learning.resources.gpu_share, device)
     draft = Draft(
         folder=_draft_folder(config.draft),
         method=config.draft.model_method,
         target=checkpoint_fingerprint(target),
         draft_tokens=config.speculation.draft_tokens,
-        device=device,
+        device=device_of(learning.resources),
         head=head_learning(config.draft, config.model.target) if config.draft.model_method in HEADS else None,
     )
     replay: list[Example] = []
@@ -300,9 +296,11 @@ def start_drafter(models: Sequence[SlipstreamConfig]) -> StartedDrafter:
     )
     max_sessions = config.draft.max_sessions
     vocabulary = max(max(one.tokens) for one in targets.values()) + 1
-    limits = DrafterLimits(vocabulary, config.model.max_context, max_sessions, states, bounds)
     learned = learned_draft(config.draft, files.model_print)
     method = create_method(config.draft, setup)
+    if isinstance(method, LimitsStates):
+        bounds = bounds.with_room(method.max_states)
+    limits = DrafterLimits(vocabulary, config.model.max_context, max_sessions, states, bounds)
     is_translated = config.draft.model_method == "draft_model" and (
         pool_pairing(config.draft, [one.tokens for one in targets.values()]).is_translated
     )

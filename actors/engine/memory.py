@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from actors.attention.paged import WORKSPACE_BYTES
 from actors.attention.select_backend import attention_shape
 from actors.compute.hidden_states import CaptureSpec
+from actors.engine.process import CONTEXT_BYTES
 from cluster.config import CacheConfig
 from cluster.errors import ModelError
 
@@ -16,7 +17,6 @@ GIB = 1 << 30
 MIB = 1 << 20
 PAGE_SIZES = (64, 128, 256, 512, 1024)  # proposed for models with recurrent layers
 SHARE_OF_FREE = {"cuda": 0.9, "cpu": 0.5}  # usable share of free memory; on a host, other programs need the rest
-CONTEXT_BYTES = 512 * MIB  # CUDA context: the driver's state and loaded kernels, which torch's allocator does not count
 GRAPH_BYTES = (
     10 * MIB
 )  # estimate per graph: its kernels' parameters in the driver; graphs share one pool of activations

@@ -7,6 +7,9 @@ from collections.abc import Collection
 import torch
 
 from cluster.config import Resources
+from cluster.errors import ModelError
+
+CONTEXT_BYTES = 512 << 20  # CUDA context: the driver's state and loaded kernels, which torch's allocator does not count
 
 
 def run_on(cores: Collection[int]) -> None:
@@ -40,9 +43,17 @@ def device_of(resources: Resources) -> torch.device:
     """Returns the GPU that Ray made visible to this process, or the CPU.
 
     On a GPU, turns off cuDNN's attention, which builds a graph for each length of a text; the build takes longer than
-    attention by torch's other kernels.
+    attention by torch's other kernels. Limits a process with a share of a GPU to this share of its memory.
     """
     if resources.num_gpus == 0:
         return torch.device("cpu")
     torch.backends.cuda.enable_cudnn_sdp(False)
-    return torch.device("cuda", 0)
+    device = torch.device("cuda", 0)
+    if resources.gpu_share < 1:
+        share = resources.gpu_share - CONTEXT_BYTES / torch.cuda.mem_get_info(device)[1]
+        if share <= 0:
+            raise ModelError(
+                f"num_gpus is {resources.num_gpus:g}, which is less memory than a CUDA context takes; raise num_gpus"
+            )
+        torch.cuda.set_per_process_memory_fraction(share, device)
+    return device

@@ -221,7 +221,7 @@ class ModelRunner:
             raise ModelError(
                 f"a step cannot be captured as a CUDA graph: {error}; set target.resources_per_rank.cuda_graphs: false"
             ) from error
-        log.warning("steps run without CUDA graphs, which is slower: a capture failed: %s", error)
+        log.warning("steps run without CUDA graphs, which is slower: a capture failed: %s", str(error))
         self._static = self._recording = None
 
     def static_chain(self, choose: Choose, inputs: int, columns: int) -> StaticChain | None:

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 
 from cluster.drafting.draft_sequence import DraftSequence
 from cluster.drafting.requests import SessionUpdates
@@ -18,6 +19,11 @@ class StateBounds:
     window: int | None = None  # number of latest states read by the method; None: all
     min_states: int | None = None  # number of latest states that suffice if earlier ones must be recomputed; None: all
     max_states: int | None = None  # maximum number of states kept over all sessions; None: no limit
+
+    def with_room(self, states: int | None) -> "StateBounds":
+        """Returns these limits for memory with room for a number of states; None: any number."""
+        limits = [limit for limit in (self.max_states, states) if limit is not None]
+        return replace(self, max_states=min(limits, default=None))
 
 
 NO_BOUNDS = StateBounds()

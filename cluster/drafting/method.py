@@ -80,6 +80,16 @@ class ReadsStates(Protocol):
         ...
 
 
+@runtime_checkable
+class LimitsStates(Protocol):
+    """Additional interface of a `ReadsStates` method with limited memory."""
+
+    @property
+    def max_states(self) -> int | None:
+        """Number of states of all sessions that fit in memory; None: any number."""
+        ...
+
+
 class RecordsStates(Protocol):
     """Records the hidden states that a method receives, to keep them as training examples."""
 

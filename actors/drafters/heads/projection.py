@@ -91,11 +91,18 @@ class TakesRows(DraftingMethod, Protocol):
 class DecodedStates:
     """Decodes received hidden states for a `TakesRows` method, which thereby implements `ReadsStates`.
 
-    `recorder` also receives the encoded states.
+    `recorder` also receives the encoded states. `max_states` is as in `LimitsStates`.
     """
 
-    def __init__(self, method: TakesRows, layout: StatesFormat, recorder: RecordsStates | None = None) -> None:
+    def __init__(
+        self,
+        method: TakesRows,
+        layout: StatesFormat,
+        recorder: RecordsStates | None = None,
+        max_states: int | None = None,
+    ) -> None:
         self.states_format = layout
+        self.max_states = max_states
         self._method = method
         self._recorder = recorder
         self._without: set[str] = set()  # open sessions without states so far
@@ -146,7 +153,7 @@ class DecodedStates:
         return self._method.prepare_weights(folder)
 
 
-def decoded(method: TakesRows, setup: DraftSetup) -> DecodedStates:
-    """Wraps `method` to decode rows in the format of the deployment."""
+def decoded(method: TakesRows, setup: DraftSetup, max_states: int | None = None) -> DecodedStates:
+    """Wraps `method` to decode rows in the format of the deployment; `max_states` is as in `LimitsStates`."""
     assert setup.states is not None, "setup.states is required for a method that reads states"
-    return DecodedStates(method, setup.states, setup.recorder)
+    return DecodedStates(method, setup.states, setup.recorder, max_states)

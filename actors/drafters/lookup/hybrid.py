@@ -14,7 +14,7 @@ from typing import TypeVar
 from actors.drafters.lookup import ngram
 from actors.drafters.registry import DraftSetup, create_model_method
 from cluster.config import DraftPool
-from cluster.drafting.method import DraftingMethod, Early, ExchangesWeights, ReadsStates, dismiss
+from cluster.drafting.method import DraftingMethod, Early, ExchangesWeights, LimitsStates, ReadsStates, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal, max_draft_tokens
 from cluster.drafting.trees import merged
 from cluster.errors import ModelError
@@ -142,6 +142,10 @@ class HybridStateDraft(HybridDraft):
     @property
     def states_format(self) -> StatesFormat:
         return self._reader.states_format
+
+    @property
+    def max_states(self) -> int | None:
+        return self._reader.max_states if isinstance(self._reader, LimitsStates) else None
 
     def states(self, session: str, first: int, rows: bytes) -> None:
         self._reader.states(session, first, rows)

@@ -247,7 +247,7 @@ class DraftModel:
         return self._captures_chains
 
     def _stop_chains(self, error: RuntimeError) -> None:
-        log.warning("blocks are drafted without chains of steps, which is slower: a capture failed: %s", error)
+        log.warning("blocks are drafted without chains of steps, which is slower: a capture failed: %s", str(error))
         self._chain = None
         self._captures_chains = False
 

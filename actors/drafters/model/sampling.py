@@ -458,7 +458,7 @@ class DraftSampler:
 
     def _whole(self, logits: Tensor) -> Tensor:
         """Scatters logits to the whole vocabulary, in float32; a draft head may have fewer columns."""
-        whole = torch.full((self._vocabulary,), -torch.inf, device=logits.device)
+        whole = torch.full((self._vocabulary,), -torch.inf, dtype=torch.float32, device=logits.device)
         whole[self._token_ids[: len(logits)]] = logits.float()
         return whole
 

@@ -200,16 +200,17 @@ def _attend(
     if kind.window is not None:
         first = max(first, start - kind.window + 1)
     key, value = key_value[:, first - context.begin :].transpose(1, 2)
-    mask = _mask(kind, start, len(query), first).to(query.device) if kind.is_causal or kind.window else None
+    mask = _mask(kind, start, len(query), first, query.device) if kind.is_causal or kind.window else None
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), mask, enable_gqa=True
     )
     return attended[0].transpose(0, 1).flatten(1)
 
 
-def _mask(kind: DFlashLayerKind, start: int, size: int, first: int) -> Tensor:
+def _mask(kind: DFlashLayerKind, start: int, size: int, first: int, device: torch.device) -> Tensor:
     """Returns the mask of positions, from `first` on, visible to each position of the block, (block, positions)."""
-    ahead = torch.arange(first, start + size) - torch.arange(start, start + size).unsqueeze(1)
+    positions = torch.arange(first, start + size, device=device)
+    ahead = positions - positions[start - first :].unsqueeze(1)
     seen = ahead <= 0 if kind.is_causal else torch.ones_like(ahead, dtype=torch.bool)
     return seen if kind.window is None else seen & (ahead.abs() < kind.window)
 

@@ -5,7 +5,7 @@ target or the head, covers all tokens up to i, and token i + 1 was sampled from 
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -117,7 +117,7 @@ def head_of(
     rotary = rotary_of(config.rope, config.head_dim, config.max_positions).to(device)
     inputs = StateInputs(weights.row_projection, dtype, device)
     mask_state = None if weights.mask is None else inputs(weights.mask)
-    decoder = EagleDecoder(config, weights, rotary)
+    decoder = EagleDecoder(config, replace(weights, row_projection=None, mask=None), rotary)
     return EagleHead(config, decoder, weights.token_ids, inputs, mask_state, dtype, device)
 
 

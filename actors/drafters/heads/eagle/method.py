@@ -147,7 +147,7 @@ def deployed(
         processor_factories=setup.processor_factories,
         load=load,
     )
-    return decoded(method, setup)
+    return decoded(method, setup, max_states=None if draft.cache.gib is not None else pages * page_size)
 
 
 def eagle_draft_model(

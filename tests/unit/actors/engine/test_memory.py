@@ -8,7 +8,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from actors.engine import memory
 from actors.engine.memory import GIB, Reserve, page_bytes, page_count, page_size_warning, step_logit_rows
-from cluster.config import CacheConfig
+from actors.engine.process import device_of
+from cluster.config import CacheConfig, Resources
 from cluster.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -134,3 +135,19 @@ def test_larger_pages_are_proposed_if_states_outweigh_keys(page_size, recurrent_
     """Keys and values take 4 KiB per token."""
     warning = page_size_warning(page_size, page_size * 4096, recurrent_kib * 1024)
     assert warning == "" if proposed is None else f"page_size: {proposed}" in warning
+
+
+@pytest.mark.parametrize(("gpus", "limits"), [(0.25, [0.125]), (1, []), (0, [])])
+def test_a_process_with_a_share_of_a_gpu_cannot_exceed_it(monkeypatch, gpus, limits):
+    """The memory of its CUDA context, which torch does not limit, is part of the share."""
+    a_gpu(monkeypatch, free=GIB, total=4 * GIB, ours=0)
+    set_limits: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: set_limits.append(share))
+    assert device_of(Resources(num_gpus=gpus)).type == ("cuda" if gpus else "cpu")
+    assert set_limits == limits
+
+
+def test_a_share_without_room_for_a_context_is_refused(monkeypatch):
+    a_gpu(monkeypatch, free=GIB, total=4 * GIB, ours=0)
+    with pytest.raises(ModelError, match=r"num_gpus is 0\.1"):
+        device_of(Resources(num_gpus=0.1))

@@ -19,12 +19,16 @@ from actors.drafters.heads.dflash.drafting import load_dflash
 from actors.drafters.heads.files import read_head
 from actors.drafters.heads.medusa import load_medusa
 from actors.drafters.heads.mlp_speculator import load_mlp_speculator
+from actors.drafters.lookup.hybrid import hybrid
+from actors.drafters.lookup.ngram import NgramDraft
 from actors.drafters.products import choose_products
 from actors.drafters.registry import MODULES, capture_spec, create_method, state_bounds, states_format, states_needed
+from actors.engine import memory
 from actors.engine.memory import state_bytes
 from cluster.config import DraftPool, validated
 from cluster.config_sections import HEADS
-from cluster.drafting.method import ReadsStates
+from cluster.drafting.hidden_state_receiver import StateBounds
+from cluster.drafting.method import LimitsStates, ReadsStates
 from cluster.errors import ConfigError, ModelError
 from protos.messages import StateDtype, StatesFormat
 from tests.unit.actors.drafters.drafting import (
@@ -103,6 +107,29 @@ def test_number_of_sufficient_states(name: str, states: Any, expected: tuple[int
     draft = DraftPool.model_validate({"method": name, "model": str(checkpoint(FIXTURES[name])), "states": states})
     bounds = state_bounds(draft, TARGET)
     assert (bounds.window, bounds.min_states) == expected
+
+
+def test_no_more_states_are_kept_than_have_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = partial(deployed_method, "eagle", checkpoint("eagle3"))
+    free = least_memory(monkeypatch, create)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    method = create()
+    assert method.max_states == 64, "one session of full context fits"
+    mixed = hybrid(NgramDraft(3, 1), method)
+    assert isinstance(mixed, LimitsStates)
+    assert mixed.max_states == 64
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 30)
+    assert create().max_states == 64 * DraftPool(method="ngram").max_sessions
+    assert deployed_method("medusa", checkpoint("medusa")).max_states is None
+
+
+@pytest.mark.parametrize(
+    ("kept", "room", "limit"), [(5, 3, 3), (3, 5, 3), (None, 3, 3), (3, None, 3), (None, None, None)]
+)
+def test_kept_states_are_limited_by_configuration_and_memory(
+    kept: int | None, room: int | None, limit: int | None
+) -> None:
+    assert StateBounds(max_states=kept).with_room(room).max_states == limit
 
 
 @pytest.mark.parametrize(("window", "expected"), [(3, 3), (512, 6)])
