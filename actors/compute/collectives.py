@@ -134,7 +134,7 @@ class TorchGroup:
 class OrderedGroup:
     """Group that adds tensors in rank order, and communicates through another group.
 
-    NCCL's order depends on a tensor's size and, within it, on an element's position.
+    The order of NCCL and gloo depends on a tensor's size and, within it, on an element's position.
     """
 
     def __init__(self, group: Group) -> None:
@@ -223,12 +223,13 @@ class HostGroup:
 def join(device: torch.device, in_order: bool = False) -> Group:
     """Returns this rank's group, already connected on GPUs; torch.distributed must be initialized.
 
-    With `in_order`, GPU ranks add tensors in rank order, whatever their size.
+    With `in_order`, ranks add tensors in rank order, whatever their size.
     """
-    if device.type == "cpu":
-        return _on_one_host() or TorchGroup()
+    if device.type == "cpu" and (host_group := _on_one_host()):
+        return host_group
     group = OrderedGroup(TorchGroup()) if in_order else TorchGroup()
-    _connect(group, device)
+    if device.type != "cpu":
+        _connect(group, device)
     return group
 
 
