@@ -171,7 +171,7 @@ class StatesOptions(Section):
     )
     kept_tokens: Positive | None = Field(
         None,
-        description="maximum tokens with kept states per drafter; default: max_sessions * max_context, or what fits",
+        description="maximum tokens with kept states per drafter; default: max_sessions * max_context if they fit",
     )
 
     def projects_at_target(self, needed: StatesNeeded) -> bool:

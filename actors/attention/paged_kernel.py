@@ -21,7 +21,7 @@ from actors.attention.flat_rows import WORD, WORDS
 from actors.attention.paged import WORKSPACE_BYTES, StepTensors
 
 SPLIT = 512  # keys per partial result
-PROGRAMS = 4096  # enough for a GPU, even if most are padding; with more, launching those of short texts takes longer
+PROGRAMS = 4096  # of a grid with several splits: keeps a GPU busy even if most are padding, which takes time to launch
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(2**31 - 1)  # beyond any slot
 ROWS_AT_ONCE = tl.constexpr(256)  # row starts per comparison
@@ -281,7 +281,7 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Attends one block of one row's tokens, for one key head, to all splits; in a grid of depth n, to every n-th."""
+    """Attends a block of one row's tokens, for one key head, to all splits or, in a grid of depth n, to every n-th."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = _row_of(block, row_starts, rows, BLOCK_T)

@@ -385,7 +385,7 @@ def fastest(
             check_backend(backend, trial, reference, tolerance, is_padded=is_captured)
             step_ms = _step_ms(trial.step(backend, capture if is_captured else None), clock)
         except BACKEND_ERRORS as error:
-            trial.wait()  # raises an error of the device, after which no other backend could work
+            trial.wait()  # raises a device's error, after which no other backend would work
             tried.append(TriedBackend(name, None, f"{type(error).__name__}: {error}"))
             continue
         no_trees = _no_trees(backend, trial, reference, tolerance, is_captured)
@@ -425,8 +425,9 @@ def check_backend(
     is_padded: bool,
     trees: bool = False,
 ) -> None:
-    """Raises ValueError if a result differs from the reference by more than the tolerance: of trees, or of chains and a
-    long prompt chunk.
+    """Raises ValueError if a result differs from the reference by more than the tolerance.
+
+    Compares steps with `trees`, or steps of chains and a long prompt chunk.
     """
     for window in trial.windows:
         expected = trial.attend(reference, window, trees)

@@ -134,7 +134,7 @@ class TorchGroup:
 class OrderedGroup:
     """Group that adds tensors in rank order, and communicates through another group.
 
-    The order of NCCL and gloo depends on a tensor's size and, within it, on an element's position.
+    NCCL and gloo add in an order that depends on the tensor's size and on the element's position.
     """
 
     def __init__(self, group: Group) -> None:

@@ -194,8 +194,8 @@ INNER_TILES = 8  # tiles of 16 inputs that a thread reads at once
 
 
 def _four_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds a weight, (outputs, inputs), to levels, uint8, and (scale, zero), (outputs, groups, 2): a number is
-    (level - 8) * scale + zero.
+    """Rounds a weight, (outputs, inputs), to levels, uint8, with a scale and a zero per group, (outputs, groups,
+    2); a weight is (level - 8) * scale + zero.
     """
     groups = weight.float().view(len(weight), -1, GROUP)
     lowest, highest = groups.aminmax(dim=-1, keepdim=True)
@@ -371,9 +371,9 @@ def pack_linears(model: nn.Module, product: Product = projection) -> None:
 
 
 def _is_plain(linear: nn.Linear) -> bool:
-    """Returns whether a layer computes a product with a weight of plain numbers.
+    """Returns whether a layer only multiplies its inputs by its weight.
 
-    Libraries rename or encode weights that they compress, and replace a layer's `forward` to round its inputs, too.
+    Quantization libraries rename or encode the weights, and replace `forward` to round the inputs.
     """
     weight = getattr(linear, "weight", None)
     return (

@@ -43,7 +43,7 @@ def device_of(resources: Resources) -> torch.device:
     """Returns the GPU that Ray made visible to this process, or the CPU.
 
     On a GPU, turns off cuDNN's attention, which builds a graph for each length of a text; the build takes longer than
-    attention by torch's other kernels. Limits a process with a share of a GPU to this share of its memory.
+    attention by torch's other kernels. With a share of a GPU, the process is limited to that share of its memory.
     """
     if resources.num_gpus == 0:
         return torch.device("cpu")
@@ -53,7 +53,7 @@ def device_of(resources: Resources) -> torch.device:
         share = resources.gpu_share - CONTEXT_BYTES / torch.cuda.mem_get_info(device)[1]
         if share <= 0:
             raise ModelError(
-                f"num_gpus is {resources.num_gpus:g}, which is less memory than a CUDA context takes; raise num_gpus"
+                f"num_gpus is {resources.num_gpus:g}, too small a share of memory for a CUDA context; raise it"
             )
         torch.cuda.set_per_process_memory_fraction(share, device)
     return device

@@ -231,7 +231,7 @@ def load(folder: Path, dtype: str, device: torch.device, group: Group) -> Loaded
         if method and group.size == 1:
             model = _converted(folder, stored, dtype, device)
             if method == "compressed-tensors":
-                # The library expands all weights in the first forward, which would exceed a memory plan made before.
+                # The first forward expands the weights. It must run before memory is planned.
                 with torch.no_grad():
                     model(torch.zeros((1, 1), dtype=torch.long, device=device))
         else:

@@ -521,7 +521,7 @@ def decoder_for(
 ) -> Decoder:
     """Returns the fastest decoder for a model, for texts of up to `context` tokens; takes over the model's weights.
 
-    `compile_function` fuses operations on GPUs; a CPU gains nothing.
+    `compile_function` fuses operations on GPUs; CPUs would gain nothing.
     """
     fix_frequencies(model, context)
     if not is_llama_kind(model):

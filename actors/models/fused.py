@@ -17,7 +17,7 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def compile_invariant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function without choosing reductions by measurements, or persistent ones by the number of rows."""
+    """Compiles a function in inductor's batch-invariant mode, which does not choose reductions by timing them."""
     return torch.compile(function, options={"batch_invariant": True})
 
 

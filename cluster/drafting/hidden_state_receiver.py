@@ -21,7 +21,7 @@ class StateBounds:
     max_states: int | None = None  # maximum number of states kept over all sessions; None: no limit
 
     def with_room(self, states: int | None) -> "StateBounds":
-        """Returns these limits for memory with room for a number of states; None: any number."""
+        """Returns these bounds with at most `states` states kept; None adds no limit."""
         limits = [limit for limit in (self.max_states, states) if limit is not None]
         return replace(self, max_states=min(limits, default=None))
 

@@ -82,11 +82,11 @@ class ReadsStates(Protocol):
 
 @runtime_checkable
 class LimitsStates(Protocol):
-    """Additional interface of a `ReadsStates` method with limited memory."""
+    """Additional interface of a `ReadsStates` method whose memory for states may be limited."""
 
     @property
     def max_states(self) -> int | None:
-        """Number of states of all sessions that fit in memory; None: any number."""
+        """Maximum number of states over all sessions; None: no limit."""
         ...
 
 

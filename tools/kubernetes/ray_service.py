@@ -5,7 +5,6 @@ its GPUs, CPUs, bounds and timeouts from the configuration.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -87,17 +86,18 @@ def grace_s(config: SlipstreamConfig) -> int:
 
 def _pool_group(section: str, pool: TargetPool | DraftPool, config: SlipstreamConfig) -> WorkerGroup:
     name = group_name(section)
-    is_draft = isinstance(pool, DraftPool)
     options = config.kubernetes
-    pods = options.pools.get(name, options.draft if is_draft else options.target)
-    reserved = Counter(replica_resources(pool))
-    processes = pods.replicas * (1 if isinstance(pool, DraftPool) else pool.tensor_parallel)
+    if isinstance(pool, DraftPool):
+        role, default, processes = PeerRole.DRAFTER, options.draft, 1
+    else:
+        role, default, processes = PeerRole.TARGET, options.target, pool.tensor_parallel
+    pods = options.pools.get(name, default)
     return WorkerGroup(
         name,
-        PeerRole.DRAFTER if is_draft else PeerRole.TARGET,
+        role,
         pods,
-        cpus=math.ceil(pods.replicas * reserved["CPU"]),
-        gpus=_gpus_for(processes, resources_of(pool).num_gpus),
+        cpus=math.ceil(pods.replicas * replica_resources(pool).get("CPU", 0)),
+        gpus=_gpus_for(pods.replicas * processes, resources_of(pool).num_gpus),
         least=_pods_for(pool.replicas.min, pods.replicas),
         most=_max_pods(pool.replicas, pods.replicas),
         labels=pool_labels(section, pool),
@@ -106,7 +106,7 @@ def _pool_group(section: str, pool: TargetPool | DraftPool, config: SlipstreamCo
 
 
 def _gpus_for(processes: int, share: float) -> int:
-    """Returns the number of GPUs for processes with `share` GPUs each; Ray does not split a share over two GPUs."""
+    """Returns the GPUs needed by processes that use `share` GPUs each; a share below 1 must fit on one GPU."""
     if 0 < share < 1:
         return math.ceil(processes / math.floor(1 / share))
     return math.ceil(processes * share)

@@ -65,7 +65,7 @@ def downloads(config: SlipstreamConfig) -> dict[str, str]:
 
 def _job(options_of: Mapping[str, str], image: str) -> Json:
     main = container("download", image, DOWNLOADER, {}, {"HF_HOME": MODELS})
-    # A complete model stays at its commit, since all pods must load the same one; offline, `hf` fails for others.
+    # All pods must load the same commit, so a complete model is not updated: offline, `hf` then succeeds.
     script = "".join(
         f"HF_HUB_OFFLINE=1 hf download {name} {options} ||\n  hf download {name} {options}\n"
         for name, options in options_of.items()

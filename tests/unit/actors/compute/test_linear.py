@@ -260,7 +260,7 @@ def test_four_bit_weights_are_rounded_alike_in_any_number_of_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, None])
 def test_compressed_layers_keep_their_own_products(dtype):
-    """Their weights lack scales, or are stored under other names."""
+    """Their weights are meaningless without scales, or have other names."""
     model: Any = nn.Sequential(nn.Linear(8, 8))
     del model[0].weight
     if dtype is not None:

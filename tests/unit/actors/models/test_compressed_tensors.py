@@ -21,7 +21,7 @@ LARGEST = {"W4A16": 7, "W8A8": 127, "FP8_DYNAMIC": 448}  # magnitude of a weight
 
 
 def write(folder: Path, preset: str) -> None:
-    """Writes a small Llama whose layers, without the LM head, are quantized."""
+    """Writes a small Llama; all of its linear layers except the LM head are quantized."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
@@ -48,7 +48,7 @@ def size(model: PreTrainedModel) -> int:
 @pytest.mark.parametrize("preset", LARGEST)
 @torch.inference_mode()
 def test_logits_are_those_of_transformers_and_weights_have_their_final_size(tmp_path: Path, preset: str) -> None:
-    """The library expands weights in the first forward; memory is planned after loading."""
+    """compressed-tensors expands the weights in the first forward, but memory is planned right after loading."""
     write(tmp_path, preset)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)(torch.tensor([TOKENS])).logits[0]
     model = load_model(tmp_path, "bfloat16", CPU)

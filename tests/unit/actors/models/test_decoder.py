@@ -51,7 +51,7 @@ class Other(LlamaForCausalLM):
 
 
 def with_quantized_layer() -> LlamaForCausalLM:
-    """Libraries replace linear layers by classes that are no `nn.Linear` and have no weight."""
+    """Quantization libraries replace `nn.Linear` with classes that do not derive from it and have no weight."""
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model.config.quantization_config = {"quant_method": "awq"}
     model.model.layers[0].self_attn.q_proj = nn.Identity()

@@ -183,7 +183,7 @@ def test_no_share_of_a_gpu_is_split_over_two(ranks: int, share: float, gpus: int
     assert next(iter(worker_groups(config(target=target)))).gpus == gpus
 
 
-def test_drafters_with_shares_of_a_gpu_do_not_fill_it() -> None:
+def test_a_gpu_holds_two_drafters_that_use_two_fifths_each() -> None:
     draft = {"resources": {"num_gpus": 0.4}}
     groups = worker_groups(config(draft=draft, kubernetes={"draft": {"replicas": 5}}))
     assert {group.name: group.gpus for group in groups}["draft"] == 3

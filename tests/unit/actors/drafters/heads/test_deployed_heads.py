@@ -109,7 +109,7 @@ def test_number_of_sufficient_states(name: str, states: Any, expected: tuple[int
     assert (bounds.window, bounds.min_states) == expected
 
 
-def test_no_more_states_are_kept_than_have_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eagle_head_keeps_only_as_many_states_as_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     create = partial(deployed_method, "eagle", checkpoint("eagle3"))
     free = least_memory(monkeypatch, create)
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
