@@ -42,7 +42,6 @@ class Delta:
     pieces: tuple[Piece, ...]
     is_first: bool
     finish: FinishReason | None  # set only in the choice's last delta
-    offset: int = 0  # position of the delta in the choice's text, in characters
     scored: tuple[ScoredToken, ...] = ()  # empty unless scores were requested
     stop_reason: StopReason = None
 
@@ -97,7 +96,6 @@ class ChoiceText:
         self._pieces: list[Piece] = [Piece(options.echoed_text, False)] if options.echoed_text else []
         self._has_sent = False
         self._texts: list[str] = []  # text of each released delta
-        self._chars = 0
         self._sent_tokens = 0
         self._sent_accepted = 0
         self._sent_scores = 0
@@ -114,8 +112,8 @@ class ChoiceText:
             self.drafted += committed.drafted
             self.accepted_by_step[committed.accepted] += 1
         self.cached += committed.cached
-        if committed.prompt_scores:
-            self._add_prompt_scores(committed.prompt_scores)
+        if not self.tokens:
+            self._add_prompt_scores(committed)
         add = self._add_by_token if self._options.by_token else self._add_at_once
         add(committed)
         is_due = not self._has_sent or self.tokens - self._sent_tokens >= self._interval
@@ -152,8 +150,8 @@ class ChoiceText:
                 break
 
     def flush(self) -> Delta | None:
-        """Releases text held back by the interval; returns None if there is none."""
-        return self._delta() if self._pieces else None
+        """Releases text held back by the interval; returns None if there is none. An echoed prompt alone is none."""
+        return self._delta() if self._pieces and self.tokens else None
 
     def end(self, finish: Finish) -> Delta:
         """Ends the choice and releases all remaining text."""
@@ -175,12 +173,12 @@ class ChoiceText:
             self._unmatched.append(piece)
             self._release(len(self._stops.push(text)))
 
-    def _add_prompt_scores(self, scores: tuple[TokenScore, ...]) -> None:
-        self.prompt_scores = scores
-        if self._options.echoed:
-            first, *others = self._options.echoed
-            self.scored.append(ScoredToken(first, None))
-            self.scored += [ScoredToken(token, score) for token, score in zip(others, scores, strict=True)]
+    def _add_prompt_scores(self, first: CommittedTokens) -> None:
+        """Adds the prompt's scores, which come with the first tokens."""
+        self.prompt_scores = first.prompt_scores
+        if self._options.echoed and first.scores:
+            scores = (None, *first.prompt_scores)
+            self.scored += [ScoredToken(*one) for one in zip(self._options.echoed, scores, strict=True)]
 
     def _release(self, count: int) -> None:
         """Releases the first `count` characters of the unmatched text."""
@@ -203,12 +201,10 @@ class ChoiceText:
             tuple(self._pieces),
             not self._has_sent,
             self.finish,
-            self._chars,
             tuple(self.scored[self._sent_scores :]),
             self.stop_reason,
         )
         self._texts.append(text)
-        self._chars += len(text)
         self._pieces = []
         self._has_sent = True
         self._sent_tokens = self.tokens
@@ -227,7 +223,6 @@ class ChoiceEvent:
     finish: FinishReason | None = None
     stop_reason: StopReason = None
     # Fields of a delta's first event only:
-    offset: int = 0  # position of the segment in the answer, in characters
     scored: tuple[ScoredToken, ...] = ()
     trace: Trace | None = None  # set if requested
 
@@ -292,7 +287,6 @@ class ChoiceStream:
             self.finish = self._options.call_finish if self.calls and delta.finish == "stop" else delta.finish
             events.append(ChoiceEvent(self.index, finish=self.finish, stop_reason=delta.stop_reason))
         if events:
-            events[0].offset = delta.offset
             events[0].scored = delta.scored
         if self._options.trace:
             self._add_trace(delta, events)

@@ -6,6 +6,7 @@ use on worker threads.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from serve_app.api.failures import Failure
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.generation import metrics_of
 from serve_app.api.grammars import RequestedGrammar, call_grammar, check_end, content_grammar
-from serve_app.api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from serve_app.api.logprobs import TokenBytes, chat_logprobs, completion_logprobs, end_offset, prompt_logprobs
 from serve_app.api.replies import (
     AnswerMessage,
     ChatChoice,
@@ -135,6 +136,11 @@ class ApiFormat(ABC, Generic[RequestT]):
         del request, codec, prompt
         return PlainReader()
 
+    def continues_prompt(self, request: RequestT) -> bool:
+        """Returns whether an answer continues the prompt's text, rather than begins a message."""
+        del request
+        return False
+
     def stream_options(self, request: RequestT) -> ChoiceStreamOptions:
         """Returns the selection of events to send."""
         return ChoiceStreamOptions(trace=_has_trace(request))
@@ -157,7 +163,8 @@ class ChunkWriter(ABC):
 
     def __init__(self, request: GenerationRequest, head: Head, codec: TextCodec) -> None:
         self._head = head
-        self._text_of = codec.token_text
+        # Loaded here, on a worker thread, and only for scores: a large vocabulary takes seconds.
+        self._bytes_of: TokenBytes = codec.token_bytes if request.is_scored else _no_bytes
         self._top = request.top_of_tokens
         self._prompt_top = request.prompt_logprobs
         self._includes_usage = request.stream_options.include_usage
@@ -206,7 +213,11 @@ class ChunkWriter(ABC):
         return as_event(failure.body) + as_event("[DONE]")
 
     def _prompt_logprobs(self, choice: Choice, top: int) -> PromptLogprobs:
-        return prompt_logprobs(choice.generation.prompt, choice.text.prompt_scores, top, self._text_of)
+        return prompt_logprobs(choice.generation.prompt, choice.text.prompt_scores, top, self._bytes_of)
+
+
+def _no_bytes(token: int) -> bytes:
+    raise AssertionError(f"no scores were requested, so the bytes of token {token} are not loaded")
 
 
 def _excluded_fields(request: GenerationRequest) -> dict[str, bool | dict[str, bool]]:
@@ -232,12 +243,20 @@ class CompletionFormat(ApiFormat[CompletionRequest]):
     def prompts(self, request: CompletionRequest, codec: TextCodec) -> list[tuple[int, ...]]:
         return [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
 
+    def continues_prompt(self, request: CompletionRequest) -> bool:
+        del request
+        return True
+
     def writer(self, request: CompletionRequest, head: Head, codec: TextCodec) -> AnswerWriter:
         return CompletionWriter(request, head, codec)
 
 
 class CompletionWriter(ChunkWriter):
     """Writes answers of /v1/completions."""
+
+    def __init__(self, request: GenerationRequest, head: Head, codec: TextCodec) -> None:
+        super().__init__(request, head, codec)
+        self._offsets = Counter[int]()  # characters of each choice's scored tokens so far, some of them held back
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Completion:
         written = tuple([self._choice(choice) for choice in choices])
@@ -247,7 +266,7 @@ class CompletionWriter(ChunkWriter):
         text = choice.text
         logprobs = None
         if self._top is not None and text.scored:
-            logprobs = completion_logprobs(text.scored, self._top, self._text_of)
+            logprobs = completion_logprobs(text.scored, self._top, self._bytes_of)
         written = CompletionChoice(
             index=text.index,
             text=text.text,
@@ -263,7 +282,9 @@ class CompletionWriter(ChunkWriter):
     def _chunk(self, event: ChoiceEvent, usage: Usage | None) -> CompletionChunk:
         logprobs = None
         if self._top is not None and event.scored:
-            logprobs = completion_logprobs(event.scored, self._top, self._text_of, event.offset)
+            offset = self._offsets[event.index]
+            logprobs = completion_logprobs(event.scored, self._top, self._bytes_of, offset)
+            self._offsets[event.index] = end_offset(event.scored, self._bytes_of, offset)
         choice = CompletionChoice(
             index=event.index,
             text=event.text,
@@ -308,6 +329,9 @@ class ChatFormat(ApiFormat[ChatRequest]):
     def reader(self, request: ChatRequest, codec: TextCodec, prompt: Sequence[int]) -> Reader:
         return codec.readers.reader(prompt, [tool.model_dump() for tool in request.offered])
 
+    def continues_prompt(self, request: ChatRequest) -> bool:
+        return request.continue_final_message
+
     def stream_options(self, request: ChatRequest) -> ChoiceStreamOptions:
         return ChoiceStreamOptions(
             reasoning=request.include_reasoning,
@@ -346,7 +370,7 @@ class ChatWriter(ChunkWriter):
         )
         logprobs = None
         if self._top is not None and text.scored:
-            logprobs = chat_logprobs(text.scored, self._top, self._text_of)
+            logprobs = chat_logprobs(text.scored, self._top, self._bytes_of)
         return ChatChoice(
             index=text.index,
             message=message,
@@ -358,7 +382,7 @@ class ChatWriter(ChunkWriter):
     def _chunk(self, event: ChoiceEvent, usage: Usage | None) -> ChatChunk:
         logprobs = None
         if self._top is not None and event.scored:
-            logprobs = chat_logprobs(event.scored, self._top, self._text_of)
+            logprobs = chat_logprobs(event.scored, self._top, self._bytes_of)
         choice = ChatChunkChoice(
             index=event.index,
             delta=_chat_delta(event),

@@ -351,6 +351,11 @@ class GenerationRequest(SamplingFields, UnservedFields):
         tops = [top for top in (self.prompt_logprobs, echoed) if top is not None]
         return max(tops, default=None)
 
+    @property
+    def is_scored(self) -> bool:
+        """Returns whether the answer has log probabilities."""
+        return self.top_of_tokens is not None or self.prompt_logprobs is not None
+
     @field_validator("stream_options")
     @classmethod
     def _only_in_streams(cls, value: StreamOptions, info: ValidationInfo) -> StreamOptions:

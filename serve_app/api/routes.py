@@ -386,9 +386,11 @@ class ApiEndpoint(Generic[RequestT]):
             answer = await self._prepare(body, exchange, request_id_of(request), record)
         service.metrics.of(record.model).prompt(answer.prompt_tokens)
         if not answer.stream:
-            whole = await while_connected(request.receive, answer.whole())
+            await while_connected(request.receive, answer.end())
+            # A thread for scores alone, of which there may be a million; other answers are small.
+            response = await service.in_thread(answer.whole) if answer.is_scored else answer.whole()
             record.status = 200
-            return as_json(whole)
+            return response
         events = answer.events()
         keep_alive_s = service.server.stream_keep_alive_s
         first = await first_of(events, request.receive, keep_alive_s)  # an earlier failure still sets the HTTP status
@@ -462,7 +464,7 @@ class ApiEndpoint(Generic[RequestT]):
         record.choices = [choice.text for choice in choices]
         writer = self._format.writer(request, head, model.text)
         source = partial(follow, model.generator, choices, service.metrics.of(record.model), service.clock)
-        return ApiAnswer(writer, source, request.stream, choices, record.prompt_tokens)
+        return ApiAnswer(writer, source, request.stream, request.is_scored, choices, record.prompt_tokens)
 
     def _draft_prompt(self, request: RequestT, model: ModelService) -> tuple[int, ...]:
         if model.draft_prompts is None or request.truncate_prompt_tokens is not None:
@@ -486,7 +488,11 @@ class ApiEndpoint(Generic[RequestT]):
         )
         text = ChoiceText(
             index,
-            codec.detokenizer(skips, request.spaces_between_special_tokens),
+            codec.detokenizer(
+                skips,
+                request.spaces_between_special_tokens,
+                generation.prompt if self._format.continues_prompt(request) else (),
+            ),
             StopMatcher(request.stop, request.include_stop_str_in_output),
             self._service.server.stream_interval,
             options,
@@ -533,16 +539,20 @@ class ApiAnswer:
     writer: AnswerWriter
     deltas: Callable[[], AsyncGenerator[list[Delta], None]]  # runs the sessions
     stream: bool
+    is_scored: bool
     choices: list[Choice]
     prompt_tokens: int
 
-    async def whole(self) -> BaseModel:
-        """Waits for all choices to end and returns the answer."""
+    async def end(self) -> None:
+        """Waits for all choices to end."""
         async with aclosing(self.deltas()) as arrivals:
             async for deltas in arrivals:
                 for delta in deltas:
                     self.choices[delta.index].stream.events(delta)
-        return self.writer.whole(self.choices, self._usage())
+
+    def whole(self) -> Response:
+        """Returns the answer; called after `end`."""
+        return as_json(self.writer.whole(self.choices, self._usage()))
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yields the answer as server-sent events, joined if ready together; there is none before the first text."""

@@ -3,7 +3,7 @@
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -40,20 +40,33 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, special_ids: frozenset[int], joined_ids: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        special_ids: frozenset[int],
+        joined_ids: frozenset[int] = frozenset(),
+        prompt: Sequence[int] = (),
     ) -> None:
-        """Omits the text of `special_ids`; adds no space between adjacent `joined_ids`."""
+        """Omits the text of `special_ids`; adds no space between adjacent `joined_ids`.
+
+        Decodes the text as the continuation of `prompt`, which is not released.
+        """
         self._tokenizer = tokenizer
         self._special_ids = special_ids
         self._joined_ids = joined_ids
         # The window starts with released tokens, since some decoders treat the very first token
         # differently, for instance by dropping its leading space.
-        self._window: list[int] = []
-        self._released = 0  # characters of the window's text already released
+        self._window = self._context(prompt)
+        self._released = len(self._decode(self._window))  # characters of the window's text already released
         self._new = 0  # tokens since the text last ended in a complete character
         # Length of the window's text after each of the newest tokens. It may shrink: with byte tokens, an
         # unfinished character turns adjacent bytes into U+FFFD until it is complete.
         self._lengths: deque[int] = deque(maxlen=_MAX_TOKENS_PER_CHARACTER)
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """Returns the last tokens of the prompt, cut at a whole character; none if the prompt ends within one."""
+        last = [token for token in prompt[-_SHORT_WINDOW:] if token not in self._special_ids]
+        ends = (last[start:] for start in range(len(last)))
+        return next((end for end in ends if _UNFINISHED not in self._decode(end)), [])
 
     def push(self, token: int) -> str:
         """Adds a token and returns newly final text."""
@@ -269,9 +282,14 @@ class TextCodec:
         """Tokenizes a text without special tokens."""
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
-    def token_text(self, token: int) -> str:
-        """Returns the text of a single token."""
-        return str(self.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
+    @cached_property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """Maps a token to its bytes, which may be part of a character; without a vocabulary of bytes, to its text's."""
+        try:
+            vocabulary = self._grammar_vocabulary
+        except ModelError:
+            return lambda token: self.decode((token,), skips_special=False).encode()
+        return lambda token: vocabulary.decode_bytes([token])
 
     def decode(self, tokens: Sequence[int], skips_special: bool = True) -> str:
         """Returns the text of all tokens at once."""
@@ -301,11 +319,14 @@ class TextCodec:
     def _grammar_vocabulary(self) -> LLTokenizer:
         return grammar_vocabulary(self.tokenizer, self.eos_ids)
 
-    def detokenizer(self, skips_special: bool = True, spaces_special: bool = True) -> Detokenizer:
+    def detokenizer(
+        self, skips_special: bool = True, spaces_special: bool = True, prompt: Sequence[int] = ()
+    ) -> Detokenizer:
         """Returns a detokenizer for one answer, which keeps special tokens that a reader splits the answer by.
 
-        Without `spaces_special`, it omits the space that some decoders put between added tokens.
+        Without `spaces_special`, it omits the space that some decoders put between added tokens. An answer that
+        continues the text of `prompt` keeps its first space, which decoders drop at the start of a text.
         """
         skipped = self._special_ids if skips_special else frozenset()
         joined = frozenset[int]() if spaces_special else frozenset(self._added.values())
-        return Detokenizer(self.tokenizer.backend_tokenizer, skipped, joined)
+        return Detokenizer(self.tokenizer.backend_tokenizer, skipped, joined, prompt)

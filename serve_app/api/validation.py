@@ -20,7 +20,7 @@ from protos.messages import Acceptance, Sampling, Scoring, TokenRules
 from serve_app.api.request_schemas import GenerationRequest
 from serve_app.api.text import TextCodec
 
-MAX_PROMPT_NUMBERS = 1 << 20  # scores (tokens times alternatives) of one prompt in one message
+MAX_PROMPT_NUMBERS = 1 << 20  # scores (tokens times alternatives) of the prompts of all sessions in one answer
 
 
 def check_rules(request: GenerationRequest) -> None:
@@ -48,14 +48,14 @@ def rules_of(
     )
 
 
-def scoring_of(request: GenerationRequest, prompt_len: int) -> Scoring:
-    """Returns the tokens to score, for a prompt of `prompt_len` tokens."""
+def scoring_of(request: GenerationRequest, prompt_tokens: int) -> Scoring:
+    """Returns the tokens to score, for sessions with `prompt_tokens` prompt tokens in total."""
     scoring = Scoring(request.top_of_tokens, request.top_of_prompt)
-    numbers = prompt_len * (scoring.prompt_top + 1) if scoring.prompt_top is not None else 0
+    numbers = prompt_tokens * (scoring.prompt_top + 1) if scoring.prompt_top is not None else 0
     if numbers > MAX_PROMPT_NUMBERS:
         field = "prompt_logprobs" if request.prompt_logprobs is not None else "echo"
-        message = f"{field} asks for {numbers} log probabilities of a prompt of {prompt_len} tokens, expected at"
-        raise RequestError(f"{message} most {MAX_PROMPT_NUMBERS}", field)
+        message = f"{field} asks for {numbers} log probabilities of {prompt_tokens} prompt tokens over all choices,"
+        raise RequestError(f"{message} expected at most {MAX_PROMPT_NUMBERS}", field)
     return scoring
 
 
@@ -167,12 +167,12 @@ def resolve(
 ) -> list[Generation]:
     """Returns the sessions of a checked request: `n` per prompt, in the order of the answer's choices."""
     generations = []
+    scoring = scoring_of(request, request.n * sum(map(len, prompts)))
     for prompt in prompts:
         _check_prompt(request, prompt, vocabulary)
         prompt_len = len(prompt)
         max_len = _max_len(request, prompt_len, config.model.max_context)
         rules = rules_of(request, prompt_len, bad_words, vocabulary)
-        scoring = scoring_of(request, prompt_len)
         seed = draw() if request.seed is None else request.seed & _SEED_MASK
         generations += [
             Generation(

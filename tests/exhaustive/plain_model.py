@@ -20,6 +20,7 @@ from cluster.config import SlipstreamConfig
 from cluster.routing.ledger import Generation
 from protos.messages import Open
 from serve_app.api.fields import RequestBounds, check
+from serve_app.api.logprobs import token_text
 from serve_app.api.request_schemas import CompletionRequest
 from serve_app.api.text import TextCodec
 from serve_app.api.validation import bad_words_of, check_request, load_defaults, resolve, truncated
@@ -38,7 +39,7 @@ class PlainModel:
         self._factories = (*PROCESSOR_FACTORIES, GrammarCompiler(load_grammar_vocabulary(Path(folder))).masking)
         self._ids_by_text: dict[str, list[int]] = defaultdict(list)  # several ids may share a text
         for token in range(self.codec.vocabulary):
-            self._ids_by_text[self.codec.token_text(token)].append(token)
+            self._ids_by_text[token_text(self.codec.token_bytes(token))].append(token)
 
     @torch.inference_mode()
     def log_probs(self, ids: Sequence[int]) -> torch.Tensor:

@@ -31,6 +31,7 @@ from openai.types import Completion
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from serve_app.api.logprobs import token_text
 from serve_app.api.text import TextCodec
 from tests.exhaustive.gemma3 import Unavailable, prepare_gemma3
 from tests.exhaustive.shaped_target import CHAIN, TREE, verified
@@ -162,7 +163,9 @@ class Reference:
         self.model.eval()
         pieces = enumerate(self.codec.tokenizer.convert_ids_to_tokens(range(self.codec.vocabulary)))
         # Excludes byte tokens, which duplicate characters with their own token, such as "1".
-        self._ids = {self.codec.token_text(token): token for token, piece in pieces if not piece.startswith("<0x")}
+        self._ids = {
+            token_text(self.codec.token_bytes(token)): token for token, piece in pieces if not piece.startswith("<0x")
+        }
 
     def compute(self) -> "tuple[list[Expected], Rounding]":
         torch.set_num_threads(1)  # of this thread

@@ -293,8 +293,8 @@ def test_text_of_several_tokens_equals_text_by_token(
         part = tokens[start : start + size]
         committed = CommittedTokens(part, len(part) - 1, len(part), scores_of(part))
         first, second = by_token.extend(committed), at_once.extend(committed)
-        assert (first and (first.text, first.tokens, first.accepted, first.offset, first.scored)) == (
-            second and (second.text, second.tokens, second.accepted, second.offset, second.scored)
+        assert (first and (first.text, first.tokens, first.accepted, first.scored)) == (
+            second and (second.text, second.tokens, second.accepted, second.scored)
         )
     assert by_token.end(finish) == at_once.end(finish)
     assert by_token.text == at_once.text
@@ -330,6 +330,19 @@ def test_an_echoed_prompt_comes_first_and_its_scores_begin_with_none(codec: Text
     assert [scored.score for scored in delta.scored[1:]] == [*scores_of(prompt[1:]), *scores_of(generated[:2])]
 
 
+def test_an_echoed_prompt_of_one_token_has_an_entry_without_a_score(codec: TextCodec) -> None:
+    prompt, generated = codec.encode("b"), codec.encode("a")
+    choice = formed(codec, echoed=prompt, echoed_text="b")
+    delta = choice.extend(CommittedTokens(generated, 0, 0, scores_of(generated)))
+    scores = (None, *scores_of(generated))
+    assert [(one.token, one.score) for one in delta.scored] == list(zip(prompt + generated, scores, strict=True))
+
+
+def test_an_echoed_prompt_alone_is_not_released_at_a_failure(codec: TextCodec) -> None:
+    choice = formed(codec, echoed=codec.encode("hi"), echoed_text="hi")
+    assert choice.flush() is None
+
+
 def test_each_delta_has_the_scores_of_its_own_tokens(codec: TextCodec) -> None:
     choice = formed(codec)
     found: list[Delta] = []
@@ -341,5 +354,4 @@ def test_each_delta_has_the_scores_of_its_own_tokens(codec: TextCodec) -> None:
     assert [[scored.token for scored in delta.scored] for delta in found] == [
         list(codec.encode(t)) for t in ("ab", "c")
     ]
-    assert [delta.offset for delta in found] == [0, 2]
     assert choice.end(Finish.LENGTH).scored == ()

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from cluster.config import validated
 from protos.messages import Scoring, TokenRules
 from serve_app.api.request_schemas import CompletionRequest
 from serve_app.api.text import TextCodec
-from serve_app.api.validation import bad_words_of, check_rules, rules_of, scoring_of, truncated
+from serve_app.api.validation import bad_words_of, check_rules, resolve, rules_of, scoring_of, truncated
 from tests.unit.serve_app.api.sample_requests import chat, completion, refusal_of
 
 VOCABULARY = 100
@@ -67,6 +68,17 @@ def test_requested_scores() -> None:
 def test_too_many_prompt_logprobs_for_a_message_are_refused() -> None:
     with refusal_of("prompt_logprobs"):
         scoring_of(completion(prompt_logprobs=20), 60_000)
+
+
+def test_prompt_logprobs_of_all_choices_are_limited() -> None:
+    request = completion(prompt=["x"] * 2, n=2, prompt_logprobs=20)
+    context = 1 << 15
+    config = validated({"model": {"target": "toy", "max_context": context}, "draft": {"method": "ngram"}})
+    ids = {"config": config, "eos_ids": (), "vocabulary": VOCABULARY, "draw": lambda: 1}
+    most = (1 << 20) // 21 // 2  # prompt tokens, with 21 scores each in two choices
+    assert len(resolve(request, [(1,) * (most - 1), (1,)], **ids)) == 4
+    with refusal_of("prompt_logprobs", f"of {2 * most + 2} prompt tokens"):
+        resolve(request, [(1,) * most, (1,)], **ids)
 
 
 def test_bad_words_are_forbidden_with_and_without_a_leading_space(codec: TextCodec) -> None:

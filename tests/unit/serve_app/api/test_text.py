@@ -144,6 +144,29 @@ def test_byte_fallback_text_is_restored(text: str) -> None:
     assert "".join(given_out(tokenizer, tokens)) == tokenizer.decode(tokens, skip_special_tokens=False)
 
 
+@given(prompt=TEXTS.filter(bool), text=TEXTS)
+def test_text_that_continues_a_prompt_keeps_its_first_space(prompt: str, text: str) -> None:
+    tokenizer = byte_fallback()
+    tokens = tokenizer.encode(text).ids
+    detokenizer = Detokenizer(tokenizer, frozenset(), prompt=tokenizer.encode(f"{prompt}a").ids)
+    assert "".join([*map(detokenizer.push, tokens), detokenizer.finish()]) == tokenizer.decode(
+        [257, *tokens], skip_special_tokens=False
+    ).removeprefix("a")
+
+
+@pytest.mark.parametrize("prompt", ["日", "é", "\ufffd"])
+def test_text_that_continues_part_of_a_character_is_complete(prompt: str) -> None:
+    detokenizer = Detokenizer(byte_fallback(), frozenset(), prompt=tuple(prompt.encode())[:-1])
+    assert [detokenizer.push(token) for token in b"abc"] == ["a", "b", "c"]
+
+
+def test_bytes_of_tokens(tokenizer: Any) -> None:
+    fallback = PreTrainedTokenizerFast(tokenizer_object=byte_fallback())
+    codec = TextCodec(fallback, (258,))
+    assert [codec.token_bytes(token) for token in (0xF0, 256, 257)] == [b"\xf0", b" ", b"a"]
+    assert TextCodec(tokenizer, ()).token_bytes(0x61 - 0x21) == b"a"  # without an end of text, no vocabulary
+
+
 LOST = 8000  # tokens
 
 

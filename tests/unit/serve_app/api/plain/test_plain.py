@@ -1,8 +1,10 @@
 """Tests endpoints without text generation."""
 
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import cached_property
 from html.parser import HTMLParser
 from typing import Any
 
@@ -10,6 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 from jsonschema import Draft202012Validator
+from transformers import PreTrainedTokenizerFast
 
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import TargetLostError
@@ -17,8 +20,10 @@ from cluster.routing.ledger import CommittedTokens, Ended
 from protos.messages import Finish, TokenScore
 from serve_app.api.served_model import fingerprint
 from serve_app.api.text import TextCodec
-from tests.asgi_front import MODEL, AsgiFront, asgi_front, config_of, stream_data
+from tests.asgi_front import MODEL, AsgiFront, asgi_front, config_of, stream_data, stream_events
+from tests.byte_tokenizer import TEMPLATE
 from tests.talking_tokenizer import talking_tokenizer
+from tests.unit.serve_app.api.test_text import byte_fallback
 
 USER = {"role": "user", "content": "hi"}
 
@@ -142,6 +147,67 @@ async def test_usage_reports_cached_prompt_tokens(front: AsgiFront) -> None:
     front.plays([replace(emit, cached=3), emit, Ended(Finish.STOP)])
     answer = await front.openai.completions.create(model=MODEL, prompt=["one", "two"], n=2)
     assert answer.usage.prompt_tokens_details.cached_tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "text"),
+    [
+        ("/v1/completions", {"prompt": "a"}, " a"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "a a"),
+        ("/v1/chat/completions", {"messages": [USER]}, "a"),
+        ("/v1/chat/completions", {"messages": [USER], "continue_final_message": True}, " a"),
+    ],
+)
+async def test_an_answer_that_continues_its_prompt_keeps_its_first_space(path: str, fields: Any, text: str) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_fallback(), chat_template=TEMPLATE)
+    async with asgi_front(TextCodec(tokenizer, ())) as front:
+        front.plays([CommittedTokens(front.codec.encode(" a"), 0, 0), Ended(Finish.STOP)])
+        (choice,) = (await posted(front, path, model=MODEL, **fields))["choices"]
+        assert (choice["message"]["content"] if "message" in choice else choice["text"]) == text
+
+
+async def test_offsets_in_a_stream_count_held_text(front: AsgiFront) -> None:
+    score = TokenScore(-0.5, 1)
+    emits = [replace(emit, scores=(score,) * len(emit.tokens)) for emit in front.emits("xEN!", 3)]
+    front.plays([*emits, Ended(Finish.STOP)])
+    asked = {"model": MODEL, "prompt": "a", "stop": "END", "logprobs": 0}
+    (whole,) = (await posted(front, "/v1/completions", **asked))["choices"]
+    stream = stream_events((await front.http.post("/v1/completions", json=asked | {"stream": True})).text)
+    scored = [one["logprobs"] for event in stream for one in event["choices"] if one["logprobs"]]
+    assert [one["text_offset"] for one in scored] == [[0, 1, 2], [3]]
+    assert whole["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+
+async def test_a_failure_before_the_first_token_sets_the_status_of_an_echoed_stream(front: AsgiFront) -> None:
+    front.plays([TargetLostError("lost")])
+    asked = {"model": MODEL, "prompt": "a", "echo": True, "stream": True}
+    assert (await front.http.post("/v1/completions", json=asked)).status_code == 503
+
+
+class ThreadRecordingCodec(TextCodec):
+    """Codec that records the threads that format scores."""
+
+    threads: set[threading.Thread]
+
+    @cached_property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        self.threads = set()
+
+        def recorded(token: int) -> bytes:
+            self.threads.add(threading.current_thread())
+            return bytes([token])
+
+        return recorded
+
+
+async def test_scores_of_a_whole_answer_are_formatted_off_the_event_loop() -> None:
+    codec = ThreadRecordingCodec(talking_tokenizer(), ())
+    async with asgi_front(codec) as front:
+        (emit,) = front.emits("a")
+        front.plays([replace(emit, scores=(TokenScore(-0.5, 1),)), Ended(Finish.STOP)])
+        await posted(front, "/v1/chat/completions", model=MODEL, messages=[USER], logprobs=True)
+    assert codec.threads
+    assert threading.current_thread() not in codec.threads
 
 
 async def test_the_version(front: AsgiFront) -> None:
