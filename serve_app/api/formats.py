@@ -21,7 +21,7 @@ from serve_app.api.chat import check_call_form, check_features, messages_of, opt
 from serve_app.api.choices import Choice, ChoiceEvent, ChoiceStreamOptions
 from serve_app.api.draft_prompt import DraftPrompts
 from serve_app.api.failures import Failure
-from serve_app.api.fields import RequestBounds, parse
+from serve_app.api.fields import RequestBounds, check, parse
 from serve_app.api.generation import metrics_of
 from serve_app.api.grammars import RequestedGrammar, call_grammar, check_end, content_grammar
 from serve_app.api.logprobs import TokenBytes, chat_logprobs, completion_logprobs, end_offset, prompt_logprobs
@@ -464,12 +464,7 @@ class Tokenizing:
             raise RequestError(
                 "add_special_tokens is true, expected false: chat templates add special tokens", "add_special_tokens"
             )
-        chat = ChatRequest(
-            model=self.config.model.name,
-            messages=request.messages,
-            tools=request.tools,
-            chat_template_kwargs=request.chat_template_kwargs,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-        )
+        fields = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+        values = {name: getattr(request, name) for name in fields}
+        chat = check(ChatRequest, {"model": self.config.model.name, **values}, RequestBounds())
         return self.codec.encode_chat(messages_of(chat, self.codec.template), options_of(chat))

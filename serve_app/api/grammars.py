@@ -118,7 +118,11 @@ def arguments_rule(
     """Returns the rule for a call's arguments, and its helper rules. Raises RequestError if it cannot be enforced."""
     if form.tags is None:
         return f"{rule}_json", [f"{rule}_json: %json {json_with_options(schema)}"]
-    return _Tagged(rule, function, schema, form.tags, form.closing, literals).rules()
+    try:
+        return _Tagged(rule, function, schema, form.tags, form.closing, literals).rules()
+    except (AttributeError, TypeError) as error:  # a keyword's value has another type, as in "required": null
+        message = f"tools: the parameters of {function} are not a valid JSON schema; correct them"
+        raise RequestError(message, "tools") from error
 
 
 class _Tagged:

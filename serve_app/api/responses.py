@@ -13,7 +13,7 @@ from serve_app.api.choices import Choice, ChoiceEvent
 from serve_app.api.failures import Failure
 from serve_app.api.fields import AnswerFormat, RequestBounds, check
 from serve_app.api.replies import FinishReason, RequestMetrics, Usage
-from serve_app.api.request_schemas import ChatRequest
+from serve_app.api.request_schemas import ChatRequest, Function
 from serve_app.api.responses_schemas import (
     CallInput,
     CallItem,
@@ -41,6 +41,7 @@ from serve_app.api.tool_calls import Call, Content, Reasoning, Segment
 Json = dict[str, Any]
 
 CONVERTED_FIELDS = {"tools", "tool_choice", "stream_options"}  # fields with another form in chats
+TOOL_FIELDS = {"type", *Function.model_fields}
 SHARED = (ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys()) - CONVERTED_FIELDS
 ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded"}  # code by error type; the default is server_error
 
@@ -71,7 +72,7 @@ def as_chat(request: ResponsesRequest, bounds: RequestBounds) -> ResponsesChat:
     chat = {
         **shared,
         "messages": [*instructions, *_messages(request.input)],
-        "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in request.tools],
+        "tools": [_tool(tool.model_dump(include=TOOL_FIELDS, exclude_none=True)) for tool in request.tools],
         "tool_choice": choice if isinstance(choice, str) else _tool({"type": "function", "name": choice.name}),
         "reasoning_effort": request.reasoning.effort,
         "original": request,

@@ -161,7 +161,10 @@ class ResponseReader:
     ) -> None:
         """`start` returns a parser for the text after a prompt; `json_opening` matches the start of a JSON call."""
         self._start = start
-        self._parser = start(prompt)
+        try:
+            self._parser = start(prompt)
+        except UNREADABLE:  # the message to continue has a broken call
+            self._parser = start("")
         self._offers_tools = offers_tools
         self._json_opening = json_opening
         self._call: CallText | None = None  # call whose region is open

@@ -82,6 +82,11 @@ def test_reasoning_begun_by_the_prompt_continues(readers: ResponseReaders) -> No
     assert read(readers, "so</think>Hello.", prompt=prompt) == ("Hello.", "so", [])
 
 
+def test_an_answer_that_continues_a_broken_call_is_read(readers: ResponseReaders) -> None:
+    prompt = "<|im_start|>assistant\n<tool_call>{oh</tool_call>"
+    assert read(readers, f"So:{CALL}", prompt=prompt) == ("So:", "", [CALLED])
+
+
 def test_marks_in_user_text_have_no_effect(readers: ResponseReaders) -> None:
     assert read(readers, "Hello.", prompt="<think> without an anchor") == ("Hello.", "", [])
 

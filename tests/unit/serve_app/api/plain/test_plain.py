@@ -67,6 +67,12 @@ async def test_a_tokenized_conversation_equals_its_prompt(front: AsgiFront) -> N
         ("/tokenize", {"prompt": "a" * (4096 * 12 + 1)}, 400, "prompt"),
         ("/tokenize", {"messages": [USER], "add_special_tokens": True}, 400, "add_special_tokens"),
         ("/tokenize", {"messages": [USER], "chat_template": "x"}, 400, "chat_template"),
+        (
+            "/tokenize",
+            {"messages": [USER], "add_generation_prompt": True, "continue_final_message": True},
+            400,
+            "continue_final_message",
+        ),
         ("/detokenize", {"tokens": [1, 1 << 40]}, 400, "tokens"),
         ("/detokenize", {"tokens": []}, 400, "tokens"),
     ],

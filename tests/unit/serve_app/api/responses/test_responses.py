@@ -351,6 +351,7 @@ async def test_vllms_structured_outputs_are_served(front: AsgiFront) -> None:
         {"stream_options": {"include_usage": True}},
         {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "store": False},
         {"session_id": "s", "vllm_xargs": {}, "enable_response_messages": False, "media_io_kwargs": None},
+        {"tools": [WEATHER | {"defer_loading": False, "allowed_callers": ["direct"]}]},
     ],
 )
 async def test_fields_of_agents_and_load_generators_are_accepted(front: AsgiFront, fields: Any) -> None:

@@ -223,6 +223,10 @@ def test_a_mark_token_has_no_other_spelling() -> None:
         (tagged_writer, [tool("f", {"properties": {"a": {"type": "string", "enum": ["x "]}}})], "'a'"),
         (tagged_writer, [tool("f", {"required": ["a"]})], "'a'"),
         (tagged_writer, [tool("f", {"oneOf": [CITY]})], "'oneOf'"),
+        (tagged_writer, [tool("f", {"required": None})], "not a valid JSON schema"),
+        (tagged_writer, [tool("f", {"properties": None})], "not a valid JSON schema"),
+        (tagged_writer, [tool("f", {"properties": {"a": {"anyOf": 5}}})], "not a valid JSON schema"),
+        (tagged_writer, [tool("f", {"properties": {"a": {"type": "string", "enum": 5}}})], "not a valid JSON schema"),
     ],
 )
 def test_requests_without_a_possible_grammar_are_refused(
