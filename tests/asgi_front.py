@@ -81,6 +81,11 @@ def operators_client(app: ASGIApp) -> httpx.AsyncClient:
     return http_client(at_admin_port)
 
 
+def prefixed_client(app: ASGIApp, prefix: str) -> httpx.AsyncClient:
+    """Returns a client of Serve's proxy with a `route_prefix`, which stays in the path."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, root_path=prefix), base_url=f"http://test{prefix}")
+
+
 @asynccontextmanager
 async def openai_client(app: ASGIApp, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
     async with (

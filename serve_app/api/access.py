@@ -116,6 +116,12 @@ def _combined(outer: str, inner: str) -> str:
     return hashlib.sha256(f"{outer}\n{inner}".encode()).hexdigest()
 
 
+def path_of(scope: Scope) -> str:
+    """Returns the path within the application, without the prefix of Serve's `route_prefix`."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
+
+
 ADMIN_PATHS = frozenset({"/", "/metrics"})
 ADMIN_FOLDER = "/page/"
 ADMIN_PORT = "slipstream.admin"  # ASGI scope key; set on requests to the admin port
@@ -130,14 +136,12 @@ class AdminPort:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] == "http"
-            and ADMIN_PORT not in scope
-            and (scope["path"] in ADMIN_PATHS or scope["path"].startswith(ADMIN_FOLDER))
-        ):
-            await _admin_only(scope["path"])(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+        if scope["type"] == "http" and ADMIN_PORT not in scope:
+            path = path_of(scope)
+            if path in ADMIN_PATHS or path.startswith(ADMIN_FOLDER):
+                await _admin_only(path)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class AdminAddress:
@@ -238,7 +242,7 @@ class AuthMiddleware:
 
 
 def _is_open(scope: Scope) -> bool:
-    path = scope["path"]
+    path = path_of(scope)
     return scope["method"] in READING_METHODS and (path in OPEN_PATHS or OPEN_FILES.fullmatch(path) is not None)
 
 

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import CapacityError, DrainingError, NonFiniteLogitsError, RequestError, TargetLostError
+from serve_app.api.access import path_of
 from serve_app.api.fields import shortened
 from serve_app.api.limits import BodyTimeoutError, BodyTooLargeError, RequestTimeoutError
 from serve_app.api.observability import CLIENT_LEFT
@@ -26,6 +27,7 @@ from serve_app.api.served_model import UnknownModelError
 
 SHOULD_RETRY = "x-should-retry"  # header that OpenAI's clients read
 MAX_MESSAGE_CHARS = 4096
+LIVENESS = "/health/live"  # answered until the process ends
 
 _ROUTING = {404: "not_found", 405: "method_not_allowed"}
 
@@ -102,14 +104,14 @@ def _detail(error: Exception, kind: str, code: str | None = None, param: str | N
 
 
 class RefuseWhenStopped:
-    """Answers every path with 503 until Serve stops the process."""
+    """Answers every path but /health/live with 503 until Serve stops the process."""
 
     def __init__(self, app: ASGIApp, has_stopped: Callable[[], bool]) -> None:
         self._app = app
         self._has_stopped = has_stopped
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._has_stopped():
+        if scope["type"] == "http" and path_of(scope) != LIVENESS and self._has_stopped():
             refusal = failure_of(DrainingError("this server is stopping; try again later"))
             await refusal.response(scope, receive, send)
         else:

@@ -52,7 +52,7 @@ def serving(
     port = config.server.port
     if address is None:
         port = checked_port(host, port)
-    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    url = base_url("127.0.0.1" if host == "0.0.0.0" else host, port)
     with console.status("Starting") as status, _cluster(config, address, status, verbose):
         options = {"host": host, "port": port, "keep_alive_timeout_s": config.server.keep_alive_s}
         serve.start(proxy_location="HeadOnly", http_options=options)
@@ -169,6 +169,11 @@ def _drain(limit_s: float) -> None:
         if all(router["idle"] for router in routers):
             return
         time.sleep(POLL_S)
+
+
+def base_url(host: str, port: int) -> str:
+    """Returns the URL of a server; IPv6 addresses are in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def checked_port(host: str, port: int) -> int:

@@ -19,7 +19,7 @@ from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ModelError
 from serve_app.operations.checks import A_DRAFTER, Node, check_fit, check_keys, needs
 from serve_app.operations.deploying import StartError, deploy, is_running, serve_details, withdraw
-from serve_app.operations.local import READY_TIMEOUT_S, drain_requests
+from serve_app.operations.local import READY_TIMEOUT_S, base_url, drain_requests
 from serve_app.operations.preflight import check_models
 from serve_app.operations.ray_cluster import ClusterError, alive_nodes, broadcast, connected, deployed
 from serve_app.serve_manifest import APPLICATION, deploy_file, deployed_drain_s, http_options
@@ -96,14 +96,15 @@ def endpoints(details: Mapping[str, Any], config: SlipstreamConfig) -> Endpoints
     host = details["http_options"]["host"]
     port = details["http_options"]["port"]
     hosts = sorted({proxy["node_ip"] for proxy in details["proxies"].values()}) if host == ANY_ADDRESS else [host]
+    urls = tuple(base_url(one, port) for one in hosts)
     configured = (config.server.host, config.server.port)
     if configured == (host, port):
-        return Endpoints(tuple(f"http://{one}:{port}" for one in hosts), None)
+        return Endpoints(urls, None)
     difference = (
         f"Serve was already running on {host}:{port}; to move it to {configured[0]}:{configured[1]}, end its last"
         " application with `slipstream down`, then run `slipstream up` again"
     )
-    return Endpoints(tuple(f"http://{one}:{port}" for one in hosts), difference)
+    return Endpoints(urls, difference)
 
 
 def _deployed_drain_s(application: Mapping[str, Any]) -> float:

@@ -30,6 +30,10 @@ def test_a_single_address_is_used_unchanged() -> None:
     assert endpoints(details("127.0.0.1", 8000, "10.0.0.1"), config()).urls == ("http://127.0.0.1:8000",)
 
 
+def test_an_ipv6_address_is_in_brackets() -> None:
+    assert endpoints(details("::1", 8000), config(host="::1")).urls == ("http://[::1]:8000",)
+
+
 def test_a_running_serve_on_another_address_is_reported() -> None:
     reached = endpoints(details("127.0.0.1", 8000, "10.0.0.1"), config(port=9000))
     assert reached.urls == ("http://127.0.0.1:8000",)

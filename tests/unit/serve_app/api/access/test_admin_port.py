@@ -7,7 +7,7 @@ import pytest
 
 from serve_app.api.text import TextCodec
 from serve_app.page.routes import PageWatch, Sample, page_routes
-from tests.asgi_front import MODEL, asgi_front, operators_client
+from tests.asgi_front import MODEL, asgi_front, operators_client, prefixed_client
 
 KEY = "sk-ann"
 THEIRS = ("/metrics", "/", "/page/state", "/page/page.js")
@@ -31,6 +31,13 @@ async def test_admin_endpoints_are_served_only_on_the_admin_port(codec: TextCode
         assert await statuses(theirs, THEIRS + EVERYBODYS) == {200}
         error = (await front.http.get("/metrics")).json()["error"]
         assert "server.admin" in error["message"]
+
+
+async def test_admin_endpoints_below_a_route_prefix_are_served_only_on_the_admin_port(codec: TextCodec) -> None:
+    page = page_routes(PageWatch(MODEL, samples))
+    async with asgi_front(codec, APART, further=page) as front, prefixed_client(front.app, "/llm") as prefixed:
+        assert await statuses(prefixed, THEIRS) == {404}
+        assert await statuses(prefixed, EVERYBODYS) == {200}
 
 
 async def test_without_an_admin_port_all_endpoints_share_one(codec: TextCodec) -> None:

@@ -14,7 +14,7 @@ from cluster.routing.ledger import Ended
 from protos.messages import Finish
 from serve_app.api.text import TextCodec
 from serve_app.page.routes import PageWatch, Sample, page_routes
-from tests.asgi_front import MODEL, AsgiFront, asgi_front
+from tests.asgi_front import MODEL, AsgiFront, asgi_front, prefixed_client
 from tests.scripted_generator import STALL
 
 KEY = "sk-ann"
@@ -89,6 +89,12 @@ async def test_a_wrong_key_raises_the_clients_authentication_error(front: AsgiFr
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/version"])
 async def test_probes_need_no_key(front: AsgiFront, path: str) -> None:
     assert (await front.http.get(path)).status_code == 200
+
+
+async def test_probes_below_a_route_prefix_need_no_key(front: AsgiFront) -> None:
+    async with prefixed_client(front.app, "/llm") as prefixed:
+        assert (await prefixed.get("/health")).status_code == 200
+        assert (await prefixed.get("/v1/models")).status_code == 401
 
 
 async def test_the_live_page_is_public_and_its_state_is_not(codec: TextCodec) -> None:

@@ -63,16 +63,17 @@ async def test_a_router_that_is_not_ready_is_alive(codec: TextCodec, status: str
         assert (await http.get("/health")).json() == {"status": status, "models": {}, "audit": "off"}
 
 
-async def test_a_stopped_router_answers_every_path_with_503(codec: TextCodec) -> None:
+async def test_a_stopped_router_is_alive_and_answers_all_other_paths_with_503(codec: TextCodec) -> None:
     has_stopped = [False]
     async with asgi_front(codec) as front:
         front.app.add_middleware(RefuseWhenStopped, has_stopped=lambda: has_stopped[0])
         assert (await front.http.get("/v1/models")).status_code == 200
         has_stopped[0] = True
-        for path in (*READ, *PAGES, *POSTED, "/nothing"):
+        for path in {*READ, *PAGES, *POSTED, "/nothing"} - {"/health/live"}:
             answer = await front.http.get(path)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             assert answer.json()["error"]["code"] == "draining"
+        assert (await front.http.get("/health/live")).json() == {"status": "ok"}
 
 
 @pytest.mark.parametrize(
