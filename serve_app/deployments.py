@@ -472,9 +472,20 @@ class RouterDeployment(_ReplicaDeployment):
         self._ending.push_async_callback(asyncio.to_thread, render.close)
         audit = config.server.audit
         alarm = AuditAlarm(audit.records, audit.max_record_bytes)
-        started = (self._ending, tracing, self._timeline, render, alarm)
         templates = draft_templates(config, os.environ)
-        self._models = [start_model(one, pools, *started, templates.get(one.drafter)) for one in config.served]
+        self._models = [
+            start_model(
+                one,
+                pools,
+                ending=self._ending,
+                tracing=tracing,
+                timeline=self._timeline,
+                render=render,
+                alarm=alarm,
+                draft_template=templates.get(one.drafter),
+            )
+            for one in config.served
+        ]
         self._routers = [one.router for one in self._models]
         by_model = {name: metrics for one in self._models for name, metrics in one.metrics().items()}
         self._metrics = Metrics(by_model=by_model) if len(by_model) > 1 else by_model[config.model.name]

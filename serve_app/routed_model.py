@@ -105,6 +105,7 @@ def _sums(counts: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
 def start_model(
     served: ServedModel,
     pools: Mapping[str, DeploymentHandle[Any]],
+    *,
     ending: AsyncExitStack,
     tracing: ServiceTracing,
     timeline: Timeline,

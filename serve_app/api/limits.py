@@ -32,7 +32,7 @@ class _Arrival:
 class Bodies:
     """Receives request bodies, and limits their number and memory.
 
-    At a limit, drops the longest-running upload if its guaranteed time is over, so slow uploads cannot block others;
+    At a limit, drops the oldest upload if its guaranteed time is over, so slow uploads cannot block others;
     otherwise refuses the new body.
     """
 
@@ -57,7 +57,7 @@ class Bodies:
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """Reads a whole body; its bytes count against the memory limit until the block ends."""
         self._check(_content_length(request))
-        if len(self._arriving) >= self._max_reading and not self._drop_slowest():
+        if len(self._arriving) >= self._max_reading and not self._drop_oldest():
             raise CapacityError(f"all {len(self._arriving)} upload slots are in use; try again later")
         arrival = _Arrival(asyncio.timeout(self._timeout_s), asyncio.get_running_loop().time())
         try:
@@ -76,7 +76,7 @@ class Bodies:
         except TimeoutError as error:
             if arrival in self._arriving:
                 raise BodyTimeoutError(f"the body did not arrive within {self._timeout_s:g} s") from error
-            raise BodyTimeoutError("the body was dropped for faster uploads; try again later") from error
+            raise BodyTimeoutError("the body was dropped for newer uploads; try again later") from error
         finally:
             self._arriving.pop(arrival, None)
 
@@ -86,11 +86,11 @@ class Bodies:
             self.held += len(chunk)
             self._check(len(body))
             while self.held > self._max_held:
-                if not self._drop_slowest():
+                if not self._drop_oldest():
                     raise CapacityError(f"request bodies use all {self._max_held} bytes of memory; try again later")
 
-    def _drop_slowest(self) -> bool:
-        """Drops the longest-running upload if its guaranteed time is over. Returns whether it was dropped."""
+    def _drop_oldest(self) -> bool:
+        """Drops the oldest upload if its guaranteed time is over. Returns whether it was dropped."""
         oldest = next(iter(self._arriving), None)
         if oldest is None or asyncio.get_running_loop().time() < oldest.since + self._min_upload_s:
             return False

@@ -101,13 +101,13 @@ async def dawdling(bodies: Bodies, *chunks: bytes) -> asyncio.Task[bytes]:
     return reading
 
 
-async def test_the_slowest_upload_is_dropped_for_a_new_one() -> None:
+async def test_the_oldest_upload_is_dropped_for_a_new_one() -> None:
     bodies = bounded(max_reading=2)
-    slowest = await dawdling(bodies, b"a")
+    oldest = await dawdling(bodies, b"a")
     slow = await dawdling(bodies, b"b")
     assert await read(bodies, b"abc") == b"abc"
-    with pytest.raises(BodyTimeoutError, match="dropped for faster uploads"):
-        await slowest
+    with pytest.raises(BodyTimeoutError, match="dropped for newer uploads"):
+        await oldest
     assert not slow.done()
     assert bodies.held == 1
     assert await read(bodies, b"abc") == b"abc"  # within the limit
