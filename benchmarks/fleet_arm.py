@@ -131,7 +131,7 @@ async def _target(config: SlipstreamConfig) -> TargetReplica:
     use_cpu(config.target.resources_per_rank)
     pages = config.target.max_sessions * config.model.max_context // PAGE_SIZE
     runner = ModelRunner(load_model(folder, config.model.dtype, torch.device("cpu")), pages, PAGE_SIZE)
-    cost = profile_steps(runner, PAGE_SIZE, pages)
+    cost = profile_steps(runner, PAGE_SIZE, pages, config.target.max_sessions)
     size = max(vocabulary(folder)) + 1
     limits = VerificationLimits(
         size, config.model.max_context, config.target.max_sessions, config.target.max_step_tokens, pages, PAGE_SIZE

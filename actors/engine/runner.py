@@ -243,11 +243,11 @@ CONTEXT = 64  # cached tokens before the step
 REPEATS = 5  # the fastest counts, since thread pools start slowly
 
 
-def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
+def profile_steps(runner: Runner, page_size: int, pages: int, sessions: int) -> ForwardCost:
     """Measures forwards over one row of each size and over the same number of one-token rows; overwrites the first
     pages.
 
-    Skips sizes that do not fit in the pages.
+    Skips sizes that do not fit in the pages, and more rows than sessions, for which no step is captured.
     """
     sizes = [size for size in SIZES if size <= pages * page_size]
     # Rows start at a new page, since a page holds one recurrent state.
@@ -260,12 +260,13 @@ def profile_steps(runner: Runner, page_size: int, pages: int) -> ForwardCost:
         # Rows may share pages, since their content does not matter.
         needed = tuple(range(-(-(context + size) // page_size)))
         one_row.append([InputRow((0,) * size, context, size, needed)])
-        single_tokens.append([InputRow((0,), context, 1, needed)] * size)
+        if size <= sessions:
+            single_tokens.append([InputRow((0,), context, 1, needed)] * size)
     seconds = fastest_s([partial(_forward, runner, rows) for rows in (*one_row, *single_tokens)])
     whole = list(accumulate(seconds[: len(sizes)], max))
     apart = seconds[len(sizes) :]
     rows = [
-        max(0.0, more - less) / (size - 1) for size, less, more in zip(sizes, whole, apart, strict=True) if size > 1
+        max(0.0, more - less) / (size - 1) for size, less, more in zip(sizes, whole, apart, strict=False) if size > 1
     ]
     per_row_s = median(rows) if rows else 0.0
     by_tokens = tuple((size, max(0.0, step_s - per_row_s)) for size, step_s in zip(sizes, whole, strict=True))

@@ -52,12 +52,14 @@ class Buckets:
         attention: AttentionBackend,
         tile: int = 1,
         draws: bool = True,
+        verified: int = 0,
     ) -> "Buckets":
         """Covers steps of up to `sessions` rows, each with a block after up to `context` tokens.
 
-        All numbers of tokens are multiples of `tile`. Without `draws`, no step samples.
+        A step has up to `verified` tokens, or nine per row if that is more. All numbers of tokens are multiples of
+        `tile`. Without `draws`, no step samples.
         """
-        most = min(sessions * ROW_TOKENS, TOKENS[-1])
+        most = min(max(sessions * ROW_TOKENS, verified), TOKENS[-1])
         sizes = {-(-size // tile) * tile for size in TOKENS[: bisect_left(TOKENS, most) + 1]}
         trees_apart = isinstance(attention, ChainsAndTrees)
         return cls(tuple(sorted(sizes)), sessions, -(-context // page_size), trees_apart, draws)

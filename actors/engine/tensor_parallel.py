@@ -263,7 +263,9 @@ class Rank:
         spec = self._spec
         if not (spec.resources.cuda_graphs and isinstance(attention, PaddedBackend)):
             return None
-        return Buckets.for_sessions(spec.sessions, spec.context, spec.cache.page_size, attention, spec.tile)
+        return Buckets.for_sessions(
+            spec.sessions, spec.context, spec.cache.page_size, attention, spec.tile, verified=spec.logit_rows
+        )
 
     def _create_attention(self, shape: AttentionShape) -> AttentionReport:
         """Creates the attention backend that the leader chooses, since ranks must compute the same results."""
@@ -318,7 +320,7 @@ class Rank:
     def profile(self) -> ForwardCost:
         """Measures step costs on the leader; followers must be in `follow`."""
         assert self._leading is not None, "allocate first"
-        return profile_steps(self._leading, self._spec.cache.page_size, self._pages)
+        return profile_steps(self._leading, self._spec.cache.page_size, self._pages, self._spec.sessions)
 
     def check_invariance(self, trees: bool) -> str:
         """Returns why logits may depend on the step; empty if they do not. Followers must be in `follow`."""

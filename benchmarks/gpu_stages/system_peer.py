@@ -146,7 +146,7 @@ async def _serve_target(sizes: PairSizes, device: torch.device, connection: Conn
     servers = {}
     for arm in ARMS:
         runner = serving.runner(pages, sessions, sizes.vocabulary)
-        cost = profile_steps(runner, PAGE_SIZE, pages)
+        cost = profile_steps(runner, PAGE_SIZE, pages, sessions)
         engine = ThreadEngine(StepExecutor(runner, sizes.vocabulary))
         pacing = ReferenceLoop() if sizes.is_lock_step else Adaptive()
         replicas[arm] = TargetReplica(engine, limits, *IDENTITY, STEP_TIMEOUT_S, pacing, cost)

@@ -18,7 +18,7 @@ from transformers import (
 from actors.attention.batch import Interrupted
 from actors.attention.sdpa_gather import SdpaGatherPlan
 from actors.compute.kv_cache import InputRow, PagedCache
-from actors.engine.runner import ModelRunner
+from actors.engine.runner import ModelRunner, profile_steps
 from cluster.errors import ModelError
 from cluster.page_allocator import PageCopy, SlotMove
 from tests.unit.actors.tiny_models import MODELS, SIZES, WINDOW, tokens_of, twins
@@ -215,3 +215,20 @@ def test_a_model_that_would_run_wrongly_is_refused(name):
     model = REFUSED[name]()
     with pytest.raises(ModelError, match=type(model).__name__):
         ModelRunner(model, PAGES, PAGE_SIZE)
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+def test_costs_are_measured_with_up_to_as_many_rows_as_there_are_sessions(sessions, monkeypatch):
+    model, _ = twins(MODELS["llama"], seed=3)
+    runner = ModelRunner(model, PAGES, PAGE_SIZE)
+    forward = runner.forward
+    counts = set()
+
+    def counted(rows, **options):
+        counts.add(len(rows))
+        return forward(rows, **options)
+
+    monkeypatch.setattr(runner, "forward", counted)
+    cost = profile_steps(runner, PAGE_SIZE, PAGES, sessions)
+    assert max(counts) == sessions
+    assert [tokens for tokens, _ in cost.by_tokens][-1] > sessions, "longer rows are measured, as prompts have them"

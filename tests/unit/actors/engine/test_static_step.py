@@ -196,6 +196,15 @@ def test_steps_of_one_shape_are_captured_once_and_long_rows_not_at_all():
     assert counted.repeats == 8, "so does a text of more pages than the context"
 
 
+@pytest.mark.parametrize(("sessions", "block"), [(16, 17), (1, 25), (4, 2)])
+def test_steps_in_which_all_sessions_verify_a_block_are_captured(sessions, block):
+    buckets = Buckets.for_sessions(sessions, 64, PAGE_SIZE, PaddedSdpa(), verified=sessions * block)
+    rows = [InputRow((1,) * block, 0, block, tuple(range(8)))] * sessions
+    shape = buckets.shape(rows, Draws())
+    assert shape is not None
+    assert shape.tokens >= sessions * block
+
+
 def test_captured_steps_share_the_memory_of_their_output():
     """Otherwise, a graph for each number of tokens would hold its own logits."""
     pair = Twins("llama", Overwriting())
