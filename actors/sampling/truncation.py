@@ -132,15 +132,16 @@ def _keep_top_p(logits: Tensor, filters: Filters, exhaustive: bool) -> tuple[Ten
     """Keeps the likeliest tokens up to a total probability of top_p, and ties with the last of them; at least one
     token.
 
-    Including ties makes a position's set independent of other positions in the block. Without a full sort, the result
-    is exact only if the candidates reach top_p before the last candidate, which may tie with unexamined tokens.
+    Including ties makes a position's set independent of other positions in the block. So does adding in float64: a GPU
+    adds in an order that depends on the number of positions. Without a full sort, the result is exact only if the
+    candidates reach top_p before the last candidate, which may tie with unexamined tokens.
     """
-    log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
+    total = torch.exp(logits).sum(dim=-1, keepdim=True, dtype=torch.float64)  # the largest logit is 0
     if exhaustive or logits.shape[-1] <= CANDIDATES:
         ranked, ids = torch.sort(logits, dim=-1, descending=True)
     else:
         ranked, ids = logits.topk(CANDIDATES, dim=-1)
-    probs = torch.exp(ranked - log_total)
+    probs = torch.exp(ranked) / total
     count = (probs.cumsum(dim=-1) - probs < filters.top_p).sum(dim=-1, keepdim=True)
     last = ranked.gather(-1, count.clamp_min(1) - 1)  # the count is 0 for non-finite logits
     floor = torch.where(filters.top_p < 1, last, -torch.inf)

@@ -20,6 +20,7 @@ from actors.engine.executor import StepExecutor
 from actors.engine.runner import ModelRunner
 from actors.sampling.acceptance import DrawAddress, PendingBlock, decide
 from actors.sampling.logits_processors import chain_of
+from actors.sampling.truncation import filtered
 from cluster.verification.step import Row, StepPlan
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.messages import Acceptance, Open, Sampling, TokenRules
@@ -180,6 +181,15 @@ def a_large_model(device: torch.device) -> PreTrainedModel:
         num_key_value_heads=2, head_dim=64,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(device).eval()
+
+
+def test_top_p_keeps_the_same_tokens_of_one_position_as_of_several(device):
+    torch.manual_seed(0)
+    logits = torch.randn(9, 50_000, device=device)
+    for top_p in (0.1, 0.5, 0.9, 0.99):
+        sampling = Sampling(top_p=top_p)
+        together = filtered(logits, sampling)
+        assert torch.equal(together, torch.cat([filtered(position, sampling) for position in logits.split(1)]))
 
 
 def test_the_host_waits_for_the_device_once_a_step(device):
