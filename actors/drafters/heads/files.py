@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from actors.models.checkpoint import first_existing, folder_with, local_folder
-from actors.models.config_reader import CONFIG, read_json
+from actors.models.config_reader import CONFIG, read_config, read_json
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 
 PICKLES = ("*.bin", "*.pt", "*.pth")
+TRAINER_PICKLES = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*")  # of transformers' Trainer
 EMBEDDING = (
     "model.embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
@@ -29,6 +30,8 @@ EMBEDDING = (
     "transformer.wte.weight",
 )
 HEAD = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING)  # a tied head is stored as the embedding
+BORROWED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # others need scales
+TIED = "tie_word_embeddings"
 
 Aliases = Sequence[tuple[str, str]]
 """Pairs of a regular expression for the start of a tensor name and its replacement."""
@@ -74,7 +77,7 @@ class HeadFiles:
         return tensor
 
     def borrowed(self, target_folder: Path, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
-        """Reads the first of these tensors in the target. Raises ModelError if it has the wrong shape."""
+        """Reads a tensor of the target like `target_tensor`. Also raises ModelError if it has the wrong shape."""
         found = target_tensor(target_folder, names)
         if tuple(found.shape) != shape:
             raise ModelError(
@@ -111,9 +114,10 @@ def head_folder(draft: DraftPool) -> Path:
 
 
 def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
-    """Reads the first of these tensors, such as `EMBEDDING`, in the target's checkpoint.
+    """Reads the first of these tensors, such as `EMBEDDING` or `HEAD`, in the target's checkpoint.
 
-    Raises ModelError if the checkpoint contains none.
+    Raises ModelError if the checkpoint contains none, or only a quantized one. The embedding serves as `HEAD` only if
+    the target ties both.
     """
     stored = stored_tensors(target_folder, partial=True)
     name = next((name for name in names if name in stored), None)
@@ -121,7 +125,18 @@ def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
         raise ModelError(
             f"the head borrows a tensor of the target, but {target_folder} holds none of {', '.join(names)}"
         )
-    return read_tensors(stored[name].path, [name])[name]
+    if names == HEAD and name in EMBEDDING and not _ties_head(target_folder):
+        raise ModelError(
+            f"the head borrows the target's LM head, but {target_folder} holds neither {HEAD[0]} nor a tied embedding;"
+            " use a target whose LM head is not quantized, or a head with its own"
+        )
+    tensor = read_tensors(stored[name].path, [name])[name]
+    if tensor.dtype not in BORROWED_DTYPES:
+        raise ModelError(
+            f"the head borrows {name}, which {target_folder} stores as {str(tensor.dtype).removeprefix('torch.')};"
+            " use a target that stores it as float32, float16 or bfloat16, or a head with its own"
+        )
+    return tensor
 
 
 def folder_to_borrow_from(target: str, groups: Sequence[Sequence[str]]) -> Path:
@@ -134,6 +149,11 @@ def folder_to_borrow_from(target: str, groups: Sequence[Sequence[str]]) -> Path:
     return folder_with(target, first_existing(groups))
 
 
+def _ties_head(target_folder: Path) -> bool:
+    config = read_config(target_folder)
+    return bool(getattr(config.get_text_config(), TIED, getattr(config, TIED, False)))
+
+
 def _read_safetensors(folder: Path) -> dict[str, Tensor]:
     """Reads the shards in the index; without an index, all files."""
     paths = sorted({entry.path for entry in stored_tensors(folder).values()}) or sorted(folder.glob("*.safetensors"))
@@ -141,7 +161,9 @@ def _read_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_pickles(folder: Path) -> dict[str, Tensor]:
-    paths = sorted({path for pattern in PICKLES for path in folder.glob(pattern)})
+    """Reads all pickles except those of a training's state."""
+    found = {path for pattern in PICKLES for path in folder.glob(pattern)}
+    paths = sorted(path for path in found if not any(path.match(pattern) for pattern in TRAINER_PICKLES))
     return {name: tensor for path in paths for name, tensor in _read_pickle(path).items()}
 
 

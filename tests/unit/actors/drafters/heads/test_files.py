@@ -59,6 +59,14 @@ def test_no_code_of_a_pickle_runs(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_the_state_of_a_training_is_not_read(tmp_path):
+    folder = a_folder(tmp_path)
+    torch.save({"a": WEIGHT}, folder / "pytorch_model.bin")
+    for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth"):
+        torch.save(Unsafe(), folder / name)
+    assert set(read_head(folder).tensors) == {"a"}
+
+
 @pytest.mark.parametrize("held", [[WEIGHT], {"a": 1}], ids=["list", "number"])
 def test_a_pickle_of_something_else_is_refused(tmp_path, held):
     torch.save(held, a_folder(tmp_path) / "pytorch_model.bin")
@@ -95,8 +103,21 @@ def test_a_missing_or_misshapen_tensor_is_refused():
 
 
 def test_the_first_existing_tensor_name_of_the_target_is_read(tmp_path):
+    a_folder(tmp_path, {"model_type": "llama", "tie_word_embeddings": True})
     save_file({"model.embed_tokens.weight": WEIGHT, "other": -WEIGHT}, tmp_path / "model.safetensors")
     assert torch.equal(target_tensor(tmp_path, EMBEDDING), WEIGHT)
     assert torch.equal(target_tensor(tmp_path, HEAD), WEIGHT), "the head is tied"
     with pytest.raises(ModelError, match=r"holds none of lm_head\.bias"):
         target_tensor(tmp_path, ["lm_head.bias"])
+
+
+def test_a_quantized_lm_head_is_not_borrowed(tmp_path):
+    a_folder(tmp_path, {"model_type": "llama", "tie_word_embeddings": False})
+    tensors = {"model.embed_tokens.weight": WEIGHT, "lm_head.qweight": WEIGHT.to(torch.int32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"holds neither lm_head\.weight nor a tied embedding; use a target"):
+        target_tensor(tmp_path, HEAD)
+    assert torch.equal(target_tensor(tmp_path, EMBEDDING), WEIGHT)
+    save_file({"lm_head.weight": WEIGHT.to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"borrows lm_head\.weight, which .* stores as float8_e4m3fn; use a target"):
+        target_tensor(tmp_path, HEAD)
