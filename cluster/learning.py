@@ -148,7 +148,7 @@ class Figures(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    sessions: int
+    sessions: int  # sessions with scored tokens
     agreement: float  # share of tokens equal to the draft's first choice
     tokens_per_verify: float
 
@@ -158,7 +158,7 @@ class Figures(BaseModel):
         agreed = sum(each.agreed for each in scores)
         verifies = sum(each.verifies for each in scores)
         return cls(
-            sessions=len(scores),
+            sessions=sum(each.tokens > 0 for each in scores),
             agreement=agreed / tokens if tokens else 0.0,
             tokens_per_verify=tokens / verifies if verifies else 0.0,
         )
@@ -184,12 +184,9 @@ def compare(before: Sequence[SessionScore], after: Sequence[SessionScore], confi
     """
     assert [each.tokens for each in before] == [each.tokens for each in after], "both drafts score the same sessions"
     figures = Figures.of(before), Figures.of(after)
-    total = sum(each.verifies for each in after)
-    if not total:
+    if figures[0].sessions < 2:
         return Comparison(before=figures[0], after=figures[1], low=0.0, high=math.inf)
-    ratio = sum(each.verifies for each in before) / total
-    if len(before) < 2:
-        return Comparison(before=figures[0], after=figures[1], low=0.0, high=math.inf)
+    ratio = sum(each.verifies for each in before) / sum(each.verifies for each in after)
     errors = [one.verifies - ratio * other.verifies for one, other in zip(before, after, strict=True)]
     mean = fmean(each.verifies for each in after)
     half = NormalDist().inv_cdf((1 + confidence) / 2) * stdev(errors) / math.sqrt(len(errors)) / mean

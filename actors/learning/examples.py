@@ -13,7 +13,6 @@ import os
 import queue
 import sqlite3
 import struct
-import sys
 import threading
 import time
 from array import array
@@ -88,7 +87,7 @@ class KeptStates:
     """The target's states of one session at positions `first`, `first` + 1, ..., encoded as a drafter received them."""
 
     session: str
-    kind: str  # format of the rows, and what they were projected with
+    kind: str  # format of the rows, and the head and layers for which they were computed
     first: int
     rows: bytes
 
@@ -232,7 +231,7 @@ class ExampleStore:
         with self._transaction() as run:
             run.executemany(
                 "INSERT INTO states VALUES (?, ?, ?, ?, ?) ON CONFLICT (session) DO UPDATE SET"
-                " kind = excluded.kind, first = excluded.first, rows = excluded.rows"
+                " created = excluded.created, kind = excluded.kind, first = excluded.first, rows = excluded.rows"
                 " WHERE LENGTH(excluded.rows) > LENGTH(rows)",
                 [(each.session, self._clock(), each.kind, each.first, each.rows) for each in states],
             )
@@ -359,7 +358,7 @@ class StoreWriter(Generic[Item]):
                 continue
             try:
                 store = store or self._open_store()
-                self.counts += self._write_to(store, batch)
+                self.counts.update(self._write_to(store, batch))  # += would iterate over `counts` while `offer` adds
             except (ConfigError, sqlite3.Error) as error:
                 self.counts["failed"] += len(batch)
                 store = None
@@ -392,8 +391,8 @@ class ExampleWriter(StoreWriter[Example]):
         super().__init__(open_store, partial(ExampleStore.add, target=target))
 
 
-PROMPT_STATES = 512  # states kept before an answer; a trainer reads no more
-SESSION_BYTES = 8 << 20  # most bytes of states kept of one session: its first ones
+PROMPT_STATES = 512  # most states kept before an answer; a trainer reads no more
+SESSION_BYTES = 8 << 20  # most bytes of states kept of one session; at least half are for the answer
 OPEN_BYTES = 256 << 20  # most bytes of states of open sessions
 QUEUED_STATES = 64  # most sessions whose states wait to be written
 
@@ -429,7 +428,8 @@ class StateRecorder:
     def open(self, request: Open) -> None:
         """Starts a session; an earlier one of that name has been closed."""
         if request.may_learn:
-            self._records[request.session] = _Record(max(0, request.prompt_len - PROMPT_STATES))
+            before = min(PROMPT_STATES, SESSION_BYTES // (2 * self._row_bytes))
+            self._records[request.session] = _Record(max(0, request.prompt_len - before))
 
     def states(self, session: str, first: int, rows: bytes) -> None:
         """Adds states at positions `first`, `first` + 1, ..., which follow those before."""
@@ -437,10 +437,8 @@ class StateRecorder:
         if record is None:
             return
         skipped = max(0, record.begins - first)
-        kept = rows[skipped * self._row_bytes :]
-        if record.bytes + len(kept) > SESSION_BYTES:
-            record.begins = sys.maxsize  # the states kept have no gaps, so this was the last
-            return
+        room = (SESSION_BYTES - record.bytes) // self._row_bytes  # once it is 0, no later states leave a gap
+        kept = rows[skipped * self._row_bytes : (skipped + room) * self._row_bytes]
         if not kept:
             return
         if self._bytes + len(kept) > OPEN_BYTES:

@@ -144,6 +144,9 @@ def test_too_few_sessions_promote_nothing():
     assert "16 needed" in decide(recent, None, MAX_LOSS, MIN_SESSIONS).reason
     assert not decide(compare([], []), None, MAX_LOSS, 1).is_better
     assert not decide(compare(sessions([30]), sessions([20])), None, MAX_LOSS, 1).is_better
+    unscored = sessions([0] * 40, tokens=0, agreed=0)
+    recent = compare([*sessions([30, 40]), *unscored], [*sessions([20, 27]), *unscored])
+    assert decide(recent, None, MAX_LOSS, MIN_SESSIONS).reason == "2 held-out sessions, 16 needed"
 
 
 def test_a_training_needs_new_examples_and_held_out_ones():

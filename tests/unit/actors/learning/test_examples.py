@@ -216,6 +216,13 @@ def test_states_leave_with_their_example_and_soon_without_one(store, clock):
     assert sessions(store, *"abcd") == []
 
 
+def test_states_that_are_written_again_are_new(store, clock):
+    store.add_states([kept("a", b"xy")])
+    clock.now += 3600
+    store.add_states([kept("a")])
+    assert sessions(store, "a") == ["a"], "their example may still come"
+
+
 def test_forgetting_leaves_nothing_of_states_on_disk(store, tmp_path):
     secret = bytes(range(60, 200))
     store.add([an_example(1, session="a")], "target")
@@ -265,3 +272,19 @@ def test_a_recorder_skips_the_states_of_a_long_prompts_beginning(store, tmp_path
     assert found.first + len(found.rows) // 4 == 1000
     assert 0 < found.first < 990
     assert found.rows[:4] == found.first.to_bytes(4, "little")
+
+
+def test_at_least_half_of_the_kept_states_are_of_the_answer(tmp_path):
+    """512 states of a prompt in 16 KiB each would fill a session's 8 MiB."""
+    row_bytes, prompt = 16_384, 600
+    recorder = StateRecorder(lambda: ExampleStore(tmp_path, 1000, DAY_S, 20 << 20), "8192 bfloat16", row_bytes)
+    recorder.open(an_open("a", prompt))
+    for first, count in ((0, prompt), (prompt, 200), (prompt + 200, 200), (prompt + 400, 1)):
+        recorder.states("a", first, bytes(count * row_bytes))
+    recorder.close(["a"])
+    recorder.end()
+    store = ExampleStore(tmp_path, 1000, DAY_S, 20 << 20)
+    found = store.states_of("a")
+    store.close()
+    assert found is not None
+    assert (found.first, len(found.rows)) == (prompt - 256, 512 * row_bytes)
