@@ -29,7 +29,7 @@ from torch import Tensor
 from actors.compute.kv_cache import to_device
 from actors.sampling.gumbel import Purpose, gumbel_argmax, gumbels, key
 from actors.sampling.logits_processors import PROCESSOR_FACTORIES, ProcessorChain, ProcessorFactory, chain_of
-from actors.sampling.truncation import filtered
+from actors.sampling.truncation import filtered, scaled
 from cluster.drafting.draft_state import BlockDraft
 from cluster.drafting.lookahead import PendingPositions, TextPosition
 from cluster.drafting.requests import SessionText
@@ -521,8 +521,8 @@ def _ranked(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tenso
     """
     finite = torch.isfinite(logits.amax(dim=-1))  # single -inf logits are valid: models mask tokens with them
     logits = logits.masked_fill(~torch.isfinite(logits), MIN_LOGIT)
-    above = logits - logits.max(dim=-1, keepdim=True).values
-    scores = torch.log_softmax(above / temperatures.unsqueeze(1), dim=-1)
+    largest = logits.max(dim=-1, keepdim=True).values
+    scores = torch.log_softmax(scaled(logits, largest, temperatures.unsqueeze(1)), dim=-1)
     return finite, *scores.topk(min(MAX_CANDIDATES, logits.shape[-1]), dim=-1)
 
 

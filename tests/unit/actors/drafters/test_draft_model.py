@@ -234,10 +234,11 @@ def test_draft_probs_have_the_agreed_width_even_when_less_is_allowed():
 # ---------------------------------------------------------------- extreme numbers
 
 
+@pytest.mark.parametrize("temperature", [1e-39, 1e-300], ids=["subnormal in float32", "zero in float32"])
 @ACCEPTANCES
-def test_a_temperature_near_zero_does_not_end_the_drafter(acceptance):
+def test_a_temperature_near_zero_does_not_end_the_drafter(acceptance, temperature):
     """A single such request must not end the drafting loop."""
-    want = wanted_block((1,), 3, sampling=Sampling(temperature=1e-39), acceptance=acceptance)
+    want = wanted_block((1,), 3, sampling=Sampling(temperature=temperature), acceptance=acceptance)
     assert block_of(a_method(SpyRunner()), want).tokens == greedy(1, 3)
 
 
