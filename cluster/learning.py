@@ -244,9 +244,14 @@ class Manifest(BaseModel):
     reason: str
     method: str  # drafting method of the weights
     target: str  # fingerprint of the target that generated the examples
+    draft: str = ""  # fingerprint of the configured draft from which it descends; empty: any, as in older manifests
     examples: int
     tokens: int  # number of answer tokens in the examples
     newest: int = 0  # id of the newest training example
     seconds: float  # training time
     recent: Comparison | None = None
     general: Comparison | None = None
+
+    def fits(self, target: str, draft: str) -> bool:
+        """Returns True if the version learned from this target and descends from this configured draft."""
+        return self.target == target and self.draft in ("", draft)

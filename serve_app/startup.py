@@ -27,7 +27,6 @@ from actors.drafters.registry import (
     create_method,
     state_bounds,
     states_format,
-    states_kind,
 )
 from actors.drafters.translation.pairing import pool_pairing
 from actors.engine.executor import Engine
@@ -38,9 +37,10 @@ from actors.grammars import grammars_of, load_grammar_vocabulary
 from actors.learning.conversations import read_examples
 from actors.learning.evaluation import do_nothing
 from actors.learning.examples import ExampleStore, StateRecorder
-from actors.learning.head_loading import head_learning
+from actors.learning.head_loading import head_learning, states_kind
 from actors.learning.reload import CONFIGURED, LearnedDraft, Version
 from actors.learning.spare_time import SpareTime
+from actors.learning.trainable import fingerprint_of
 from actors.learning.trainer import Draft, Trainer
 from actors.learning.versions import VersionFolder
 from actors.models.checkpoint import (
@@ -282,7 +282,7 @@ def start_drafter(models: Sequence[SlipstreamConfig]) -> StartedDrafter:
     states = states_format(config.draft, files.folder)
     bounds = state_bounds(config.draft, files.folder)
     grammars = grammars_of(partial(load_grammar_vocabulary, files.folder))
-    recorder = None if states is None else state_recorder(config.draft, states)
+    recorder = None if states is None else state_recorder(config.draft, files.folder, states)
     setup = DraftSetup(
         dtype=config.model.dtype,
         max_context=config.model.max_context,
@@ -315,19 +315,21 @@ def start_drafter(models: Sequence[SlipstreamConfig]) -> StartedDrafter:
     return StartedDrafter(identities, method, limits, costs, figure, learned, number, recorder, is_translated)
 
 
-def state_recorder(draft: DraftPool, layout: StatesFormat) -> StateRecorder | None:
+def state_recorder(draft: DraftPool, target: Path, layout: StatesFormat) -> StateRecorder | None:
     """Starts keeping the hidden states of sessions that a head may learn from; None if the draft does not learn."""
     if draft.learning is None:
         return None
-    return StateRecorder(partial(ExampleStore.of, draft.learning), states_kind(draft, layout), layout.row_bytes)
+    return StateRecorder(partial(ExampleStore.of, draft.learning), states_kind(draft, target), layout.row_bytes)
 
 
 def learned_draft(draft: DraftPool, target: str) -> LearnedDraft | None:
     """Returns the draft's learned versions for a target fingerprint; None if the draft does not learn."""
     if draft.learning is None:
         return None
-    configured = Version(CONFIGURED, _draft_folder(draft), published_acceptance(draft))
-    return LearnedDraft(VersionFolder(Path(draft.learning.folder).expanduser()), configured, target)
+    folder = _draft_folder(draft)
+    configured = Version(CONFIGURED, folder, published_acceptance(draft))
+    versions = VersionFolder(Path(draft.learning.folder).expanduser())
+    return LearnedDraft(versions, configured, target, fingerprint_of(folder))
 
 
 def _draft_folder(draft: DraftPool) -> Path:

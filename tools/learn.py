@@ -123,6 +123,7 @@ def _add_version(
     console: Console,
 ) -> int:
     """Trains from the current version or the configured draft, and adds the result; returns the version's number."""
+    from actors.learning.trainable import fingerprint_of
     from actors.learning.trainer import usable_version
     from actors.models.checkpoint import checkpoint_fingerprint
     from cluster.learning import State, decide
@@ -130,7 +131,8 @@ def _add_version(
     fingerprint = checkpoint_fingerprint(target)
     folder = Path(learning.folder).expanduser()
     versions = VersionFolder(folder)
-    parent = usable_version(versions, fingerprint)
+    draft = fingerprint_of(configured)
+    parent = usable_version(versions, fingerprint, draft)
     start = versions.folder_of(parent) if parent else configured
     candidate = folder / "training" / "offline"
     shutil.rmtree(candidate, ignore_errors=True)
@@ -143,6 +145,7 @@ def _add_version(
         reason=f"offline: {decision.reason}",
         method="draft_model",
         target=fingerprint,
+        draft=draft,
     )
 
     def copy(out: Path) -> None:

@@ -112,11 +112,6 @@ def states_format(draft: DraftPool, target: Path) -> StatesFormat | None:
     return None if needed is None else _format(draft, needed)
 
 
-def states_kind(draft: DraftPool, layout: StatesFormat) -> str:
-    """Names the rows of hidden states in examples: others cannot train the configured head."""
-    return f"{layout.width} {layout.dtype.name.lower()} {draft.model}"
-
-
 def state_bounds(draft: DraftPool, target: Path) -> StateBounds:
     """Returns the limits on the hidden states that a drafter accepts and stores."""
     needed = states_needed(draft, target)

@@ -25,14 +25,28 @@ from actors.drafters.heads.mlp_speculator import ALIASES, resolve_mlp_speculator
 from actors.drafters.heads.projection import unchanged
 from actors.drafters.heads.rope import rotary_of, target_shape
 from actors.drafters.heads.weight_reader import borrowed_tensors
-from actors.drafters.registry import states_format, states_kind, states_needed
+from actors.drafters.registry import states_format, states_needed
 from actors.learning.eagle_layer import EagleLayer, LayerSizes, RootMeanSquare
 from actors.learning.eagle_network import EagleNetwork
 from actors.learning.head_trainee import HeadLearning, HeadNetwork, LoadedHead
 from actors.learning.last_state_networks import MedusaNetwork, MlpSpeculatorNetwork
+from actors.learning.trainable import fingerprint_of
 from actors.models.checkpoint import local_folder
 from cluster.config import DraftPool
 from cluster.errors import ModelError
+
+
+def states_kind(draft: DraftPool, target: Path) -> str:
+    """Names the rows of hidden states in examples: their format, the layers, and the head, which may project them.
+
+    Rows of another kind cannot train the configured head. `target` is a folder.
+    """
+    needed = states_needed(draft, target)
+    layout = states_format(draft, target)
+    assert needed is not None, "a head reads states"
+    assert layout is not None, "a head reads states"
+    layers = ",".join(map(str, needed.layers))
+    return f"{layout.width} {layout.dtype.name.lower()} {layers} {fingerprint_of(head_folder(draft))}"
 
 
 def head_learning(draft: DraftPool, target: str) -> HeadLearning:
@@ -55,7 +69,7 @@ def head_learning(draft: DraftPool, target: str) -> HeadLearning:
         is_projected = draft.states.projects_at_target(needed)
         load = partial(load_eagle, overrides=overrides_of(draft.eagle), is_projected=is_projected)
     folder = folder_to_borrow_from(target, borrowed)
-    return HeadLearning(states_kind(draft, layout), layout, partial(load, target=folder))
+    return HeadLearning(states_kind(draft, described), layout, partial(load, target=folder))
 
 
 def load_eagle(folder: Path, target: Path, overrides: EagleOverrides, *, is_projected: bool) -> LoadedHead:

@@ -41,18 +41,19 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class LearnedDraft:
-    """All versions of a drafter's draft, and the fingerprint of the target that they must have learned from."""
+    """All versions of a drafter's draft, and the fingerprints of the target and the draft that they must fit."""
 
     versions: VersionFolder
     configured: Version
     target: str  # fingerprint of the target
+    draft: str  # fingerprint of the configured draft
 
     def current(self) -> int:
         """Returns the number of the current version. Raises ModelError if it is unreadable."""
         return self.versions.current()
 
     def find(self, number: int) -> Version:
-        """Returns a version. Raises ModelError if it is unreadable or learned from another target."""
+        """Returns a version. Raises ModelError if it is unreadable, or is of another target or configured draft."""
         if number == CONFIGURED:
             return self.configured
         folder = self.versions.folder_of(number)
@@ -61,6 +62,11 @@ class LearnedDraft:
             raise ModelError(
                 f"{folder} learned from target {manifest.target}, but this target is {self.target}; evaluate it on this"
                 " target's answers and add it as a version again"
+            )
+        if not manifest.fits(self.target, self.draft):
+            raise ModelError(
+                f"{folder} descends from another draft than draft.model; set draft.model to that draft, or run"
+                " `slipstream learn promote CONFIG 0` to use the configured one"
             )
         recent = manifest.recent
         return Version(number, folder, None if recent is None else recent.after.agreement)

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from actors.drafters.loading import HEAD_TOKENS
-from actors.drafters.model.forwards import read_frequent_tokens, tokens_per_forward
+from actors.drafters.model.forwards import read_frequent_tokens, read_mask_tokens, tokens_per_forward
 from actors.drafters.model.recurrent_head import FILE as RECURRENT_HEAD
 from actors.drafters.model.recurrent_head import load_recurrent_head
 from actors.learning.recurrent_head import TrainableRecurrentHead
 from actors.learning.versions import MANIFEST
-from actors.models.checkpoint import load_model
+from actors.models.checkpoint import is_snapshot, load_model
 from actors.models.decoder import is_llama_kind
 from actors.models.layer_subset import context_length
 from actors.models.weights import INDEX, SINGLE, stored_tensors
@@ -261,6 +261,11 @@ def load_trainable(folder: Path, device: torch.device) -> TrainableDraft:
     head = None
     if load_recurrent_head(folder, model, width) is not None:  # raises for a head that does not fit
         head = TrainableRecurrentHead.load(folder, float(model.config.rms_norm_eps)).to(device)
+    elif read_mask_tokens(model.config, 2).width > 1:
+        raise ModelError(
+            f"{folder} holds a draft that predicts at mask tokens (PARD), which does not learn; use a draft without"
+            " mask tokens, or with a recurrent head"
+        )
     for weight in model.parameters():
         weight.data = weight.data.clone()  # loaded weights may be mapped from the file, so they are copied
         weight.requires_grad_(True)
@@ -393,11 +398,15 @@ class Checkpoint:
 
 
 def fingerprint_of(folder: Path) -> str:
-    """Returns a hash of a draft's weights and configuration."""
+    """Hashes the commit of a Hugging Face snapshot; otherwise a draft's weights and configuration."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"))):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    if is_snapshot(folder):
+        digest.update(folder.name.encode())
+        return digest.hexdigest()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in {*WEIGHT_SUFFIXES, ".json"} and path.name != MANIFEST:  # a manifest's state changes
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
     return digest.hexdigest()
 
 

@@ -33,6 +33,7 @@ class TrainingOptions:
     pass_tokens: int = 512  # most tokens per forward and backward, padding included; more are 3 % faster
     save_every_s: float = 30.0
     seed: int = 0
+    states_kind: str = ""  # kind of the hidden states that a head learns from
 
     @property
     def replay_rows(self) -> int:

@@ -26,6 +26,7 @@ from actors.learning.draft_trainee import DraftTrainee
 from actors.learning.evaluation import CPU, do_nothing
 from actors.learning.examples import ExampleStore, StoreSize
 from actors.learning.head_trainee import HeadLearning, StatesFile
+from actors.learning.trainable import fingerprint_of
 from actors.learning.trainee import Load, TrainingOptions
 from actors.learning.training import TrainingProgress, train
 from actors.learning.versions import VersionFolder
@@ -150,10 +151,10 @@ def train_candidate(
     )
 
 
-def usable_version(versions: VersionFolder, target: str) -> int:
-    """Returns the current version, or 0 if it learned from a target with another fingerprint."""
+def usable_version(versions: VersionFolder, target: str, draft: str) -> int:
+    """Returns the current version, or 0 if it does not fit the fingerprints of the target and the configured draft."""
     current = versions.current()
-    return current if current and versions.manifest_of(current).target == target else 0
+    return current if current and versions.manifest_of(current).fits(target, draft) else 0
 
 
 @value
@@ -353,7 +354,8 @@ class Trainer:
         def is_forgotten() -> bool:
             return store.forgets() != selection.forgets
 
-        parent = usable_version(self._versions, self._draft.target)
+        configured = fingerprint_of(self._draft.folder)
+        parent = usable_version(self._versions, self._draft.target, configured)
         start = self._versions.folder_of(parent) if parent else self._draft.folder
         candidate = self._folder / "training" / "candidate"
         self._phase = "training"
@@ -384,6 +386,7 @@ class Trainer:
             reason=decision.reason,
             method=self._draft.method,
             target=self._draft.target,
+            draft=configured,
             newest=selection.newest,
         )
         if is_forgotten():
@@ -408,6 +411,7 @@ class Trainer:
             learning_rate=self._options.learning_rate,
             replay_share=self._options.replay_share if self._general else 0.0,
             draft_tokens=self._draft.draft_tokens,
+            states_kind=self._kind,
         )
 
     def _report(self, progress: TrainingProgress) -> None:

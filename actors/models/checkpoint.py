@@ -131,13 +131,18 @@ stop_ids = end_ids  # public alias for scripts outside the project
 # ---------------------------------------------------------------- weights
 
 
+def is_snapshot(folder: Path) -> bool:
+    """Returns True for a folder of the Hugging Face cache, which is named by its commit and never changes."""
+    return folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name) is not None
+
+
 def checkpoint_fingerprint(folder: Path) -> str:
     """Hashes the commit of a Hugging Face snapshot; otherwise config, safetensors headers and the first weights.
 
     For a snapshot, weights need not exist.
     """
     digest = hashlib.blake2b(digest_size=16)
-    if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
+    if is_snapshot(folder):
         digest.update(folder.name.encode())
         return digest.hexdigest()
     config = read_json(folder / CONFIG)

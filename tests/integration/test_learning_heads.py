@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from actors.compute.hidden_states import StateCapture
-from actors.drafters.registry import DraftSetup, capture_spec, create_method, state_bounds, states_format, states_kind
+from actors.drafters.registry import DraftSetup, capture_spec, create_method, state_bounds, states_format
 from actors.engine.runner import ModelRunner
 from actors.learning.examples import ExampleStore, ExampleWriter, StateRecorder
-from actors.learning.head_loading import head_learning
+from actors.learning.head_loading import head_learning, states_kind
 from actors.learning.reload import DraftReload, LearnedDraft, Version
+from actors.learning.trainable import fingerprint_of
 from actors.learning.trainer import Draft, Trainer
 from actors.learning.versions import VersionFolder
 from actors.models.checkpoint import load_model
@@ -59,7 +60,7 @@ class World:
         assert layout is not None
         self.layout = layout
         opened = partial(ExampleStore.of, self.options)
-        self.recorder = StateRecorder(opened, states_kind(self.draft, layout), layout.row_bytes)
+        self.recorder = StateRecorder(opened, states_kind(self.draft, TARGET), layout.row_bytes)
         self.writer = ExampleWriter(opened, FINGERPRINT)
         self.method: DraftingMethod | None = None
 
@@ -132,7 +133,7 @@ async def test_a_head_learns_from_traffic_and_takes_over_while_sessions_run(
         await served(c, prompts(PROMPTS, seed=1))
         world.end()
         store = ExampleStore.of(world.options)
-        assert store.size(kind=states_kind(world.draft, world.layout)).examples > world.options.min_examples
+        assert store.size(kind=states_kind(world.draft, TARGET)).examples > world.options.min_examples
         made = await asyncio.to_thread(world.trainer().look)
         assert made is not None
         assert made.recent is not None
@@ -141,7 +142,7 @@ async def test_a_head_learns_from_traffic_and_takes_over_while_sessions_run(
         assert versions.current() == made.version == 1
         (drafter,) = c.drafters.values()
         assert isinstance(world.method, ExchangesWeights)
-        learned = LearnedDraft(versions, Version(0, world.head), FINGERPRINT)
+        learned = LearnedDraft(versions, Version(0, world.head), FINGERPRINT, fingerprint_of(world.head))
         reload = DraftReload(learned, world.method, drafter)
         c.pace.step_s = 0.02
         streams = [asyncio.create_task(c.tokens(asked(c, prompt, learns=False))) for prompt in shown]

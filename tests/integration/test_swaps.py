@@ -142,7 +142,7 @@ async def test_a_bad_version_is_rolled_back_and_a_broken_one_refused_while_texts
     torch.save(UNSURE, tmp_path / "logits.pt")
     versions = VersionFolder(tmp_path)
     async with drafting(USELESS, lock_step=True) as (c, drafter, method):
-        reload = DraftReload(LearnedDraft(versions, Version(0, tmp_path), TARGET), method, drafter)
+        reload = DraftReload(LearnedDraft(versions, Version(0, tmp_path), TARGET, "draft"), method, drafter)
 
         async def serve() -> None:
             asked = [c.generation(prompt=(1 + i, 2), max_len=42) for i in range(16)]

@@ -1,5 +1,6 @@
 """Trainable heads against those that serve, and what they learn."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,11 +15,13 @@ from actors.drafters.heads import mlp_speculator
 from actors.drafters.heads.eagle.config import NO_OVERRIDES
 from actors.drafters.heads.files import read_head
 from actors.learning.evaluation import do_nothing
-from actors.learning.head_loading import load_eagle, load_medusa, load_mlp_speculator
+from actors.learning.head_loading import load_eagle, load_medusa, load_mlp_speculator, states_kind
 from actors.learning.head_trainee import HeadLearning, HeadTrainee, LoadedHead, StatesFile, rows_with_states
 from actors.learning.trainable import RowLimits
 from actors.learning.trainee import TrainingOptions
 from actors.learning.training import train
+from cluster.config import DraftPool
+from cluster.config_sections import EagleOptions
 from cluster.errors import ModelError
 from cluster.learning import Example, Figures, SessionScore
 from protos.messages import StateDtype, StatesFormat
@@ -123,6 +126,22 @@ def test_a_merged_model_s_other_tensors_are_left_out(tmp_path: Path) -> None:
 def test_a_head_of_another_kind_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match="does not learn"):
         a_head(name)
+
+
+def test_states_belong_to_a_head_and_the_layers_that_it_reads(tmp_path: Path) -> None:
+    def double_fc(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: 2 * tensor if "fc" in name else tensor for name, tensor in tensors.items()}
+
+    def kind(head: Path, states: tuple[int, ...] | None = None) -> str:
+        return states_kind(DraftPool(method="eagle", model=str(head), eagle=EagleOptions(states=states)), TARGET)
+
+    head = checkpoint("eagle3")
+    copy = tmp_path / "copy"
+    shutil.copytree(head, copy)
+    other = tmp_path / "other"
+    other.mkdir()
+    assert kind(head) == kind(copy)
+    assert len({kind(head), kind(head, (1, 2, 3)), kind(altered(other, "eagle3", double_fc))}) == 3
 
 
 def test_rows_end_where_states_end_and_begin_where_they_begin() -> None:

@@ -15,6 +15,7 @@ from cluster.errors import ModelError
 from cluster.learning import Comparison, Figures, Manifest, State
 
 TARGET = "fingerprint"
+DRAFT = "fingerprint of the configured draft"
 CONFIGURED = Path("configured")
 
 
@@ -69,11 +70,13 @@ class World:
         self.versions = VersionFolder(folder)
         self.methods = [Method() for _ in range(drafters)]
         self.drafters = [Drafting() for _ in range(drafters)]
-        draft = LearnedDraft(self.versions, Version(0, CONFIGURED, 0.7), TARGET)
+        draft = LearnedDraft(self.versions, Version(0, CONFIGURED, 0.7), TARGET, DRAFT)
         pairs = zip(self.methods, self.drafters, strict=True)
         self.reloads = [DraftReload(draft, method, drafter) for method, drafter in pairs]
 
-    def add(self, content: str = "good", target: str = TARGET, agreement: float | None = None) -> int:
+    def add(
+        self, content: str = "good", target: str = TARGET, agreement: float | None = None, draft: str = DRAFT
+    ) -> int:
         figures = Figures(sessions=20, agreement=agreement or 0.0, tokens_per_verify=2.0)
         manifest = Manifest(
             version=1,
@@ -83,6 +86,7 @@ class World:
             reason="better",
             method="draft_model",
             target=target,
+            draft=draft,
             examples=300,
             tokens=17_000,
             seconds=60.0,
@@ -149,15 +153,19 @@ async def test_a_version_comes_with_its_own_acceptance(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "target", "why"),
-    [("NaN", TARGET, "holds NaN weights"), ("good", "other", "evaluate it on this target")],
+    ("content", "target", "draft", "why"),
+    [
+        ("NaN", TARGET, DRAFT, "holds NaN weights"),
+        ("good", "other", DRAFT, "evaluate it on this target"),
+        ("good", TARGET, "other", "set draft.model to that draft"),
+    ],
 )
 async def test_a_version_that_cannot_be_used_is_refused_once(
-    world: World, caplog: pytest.LogCaptureFixture, content: str, target: str, why: str
+    world: World, caplog: pytest.LogCaptureFixture, content: str, target: str, draft: str, why: str
 ) -> None:
     world.add()
     await world.check()
-    world.add(content, target)
+    world.add(content, target, draft=draft)
     caplog.clear()
     for _ in range(3):
         await world.check()
@@ -170,6 +178,12 @@ async def test_a_version_that_cannot_be_used_is_refused_once(
     world.add()
     await world.check()
     assert world.used == [3]
+
+
+async def test_a_version_of_an_earlier_release_fits_any_draft(world: World) -> None:
+    world.add(draft="")
+    await world.check()
+    assert world.used == [1]
 
 
 async def test_the_drafter_continues_after_any_load_failure(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -307,7 +321,7 @@ async def test_it_looks_every_period(tmp_path: Path) -> None:
         if len(slept) == 3:
             raise Stopped
 
-    draft = LearnedDraft(world.versions, Version(0, CONFIGURED), TARGET)
+    draft = LearnedDraft(world.versions, Version(0, CONFIGURED), TARGET, DRAFT)
     reload = DraftReload(draft, world.methods[0], world.drafters[0], 7.0, sleep=sleep)
     with pytest.raises(Stopped):
         await reload.run()

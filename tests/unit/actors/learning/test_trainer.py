@@ -167,6 +167,15 @@ def test_a_new_target_starts_over_from_the_configured_draft(options, draft):
     assert manifest.parent == 0
 
 
+def test_another_draft_starts_over_from_itself(options, draft, tmp_path):
+    keep(options, walks(150))
+    assert trainer(options, draft).look() is not None
+    keep(options, walks(150, seed=3, step=7))
+    manifest = trainer(options, write_draft(tmp_path / "wider", width=3)).look()
+    assert manifest is not None
+    assert manifest.parent == 0
+
+
 def break_weights(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if "q_proj" in name)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from actors.drafters.model.recurrent_head import FILE as RECURRENT_HEAD
 from actors.learning.draft_trainee import DraftTrainee
 from actors.learning.evaluation import score_draft
-from actors.learning.trainable import Checkpoint, Row, cross_entropy, load_trainable
+from actors.learning.trainable import Checkpoint, Row, cross_entropy, fingerprint_of, load_trainable
 from actors.learning.trainee import TrainingOptions, TrainingPass
 from actors.learning.training import TrainingProgress, TrainingResult, train
 from cluster.errors import ModelError
@@ -197,13 +197,14 @@ def test_stopping_saves_the_state_and_writes_nothing(start: Path, tmp_path: Path
     assert same_weights(tmp_path / "whole", tmp_path / "out")
 
 
-@pytest.mark.parametrize("case", ["other options", "cut off", "not a state", "other start"])
+@pytest.mark.parametrize("case", ["other options", "other states", "cut off", "not a state", "other start"])
 def test_a_state_that_does_not_fit_is_not_used(case: str, start: Path, tmp_path: Path) -> None:
     examples = some_examples(8)
     state = tmp_path / "state"
     with pytest.raises(Killed):
         trained(start, tmp_path / "out", examples, ALWAYS, state=state, progress=kill_at(5))
-    options = replace(ALWAYS, seed=1) if case == "other options" else ALWAYS
+    changes = {"other options": {"seed": 1}, "other states": {"states_kind": "other"}}
+    options = replace(ALWAYS, **changes.get(case, {}))
     if case == "cut off":
         (state / "state.safetensors").write_bytes((state / "state.safetensors").read_bytes()[:5000])
     if case == "not a state":
@@ -255,6 +256,30 @@ def test_bad_input_is_refused(start: Path, tmp_path: Path) -> None:
     (start / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
     with pytest.raises(ModelError, match="cannot be trained; use a draft model with the Llama"):
         trained(start, tmp_path / "out", some_examples(2))
+
+
+def test_a_draft_with_mask_tokens_is_refused_unless_it_has_a_recurrent_head(start: Path, tmp_path: Path) -> None:
+    config = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps(config | {"pard_token": 7}))
+    trained(start, tmp_path / "out", some_examples(2))
+    (start / RECURRENT_HEAD).unlink()
+    with pytest.raises(ModelError, match=r"mask tokens \(PARD\), which does not learn"):
+        trained(start, tmp_path / "out", some_examples(2))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pth"])
+def test_a_fingerprint_changes_with_weights_and_configuration(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    found = set()
+    for content in ("one", "other"):
+        (tmp_path / f"weights{suffix}").write_text(content)
+        found.add(fingerprint_of(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    found.add(fingerprint_of(tmp_path))
+    assert len(found) == 3
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "README.md").write_text("a draft")
+    assert fingerprint_of(tmp_path) in found, "a version may be the configured draft, and its manifest changes"
 
 
 @pytest.mark.parametrize("file", ["state", "draft"])
