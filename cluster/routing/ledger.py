@@ -340,11 +340,14 @@ class Session:
 
     def _open(self) -> Open:
         generation = self.generation
+        scoring = generation.scoring
+        if self.committed:  # the prompt's scores came with the first tokens; scoring it again would bypass the cache
+            scoring = replace(scoring, prompt_top=None)
         return replace(
             generation.open_with(self.tokens, self.attempt),
             token_key=self._token_key,
             traceparent=generation.traceparent,
-            scoring=generation.scoring,
+            scoring=scoring,
             priority=generation.priority,
             cache_salt=generation.cache_salt,
             wants_rejected=generation.wants_rejected,

@@ -259,8 +259,8 @@ class Locality:
         return near | dict.fromkeys(self._by_node.get(endpoint.node, ()), SAME_NODE_WORTH)
 
 
-KEY_BYTES = 32  # key length of page hashes; each router draws its own key
-FULL_PAUSE_S = 1.0  # pause before a full target is tried again
+PAGE_KEY_BYTES = 32  # key length of page hashes; each router draws its own key
+FULL_TARGET_PAUSE_S = 1.0  # pause before a full target is tried again
 
 
 class TargetChoice:
@@ -269,7 +269,7 @@ class TargetChoice:
     def __init__(self, targets: Peers, options: PrefixOptions) -> None:
         self.routed: Counter[str] = Counter()  # counts by reason: `prefix` (part of the text is cached) or `load`
         self._targets = targets
-        self._prefixes = PrefixAffinity(secrets.token_bytes(KEY_BYTES), options)
+        self._prefixes = PrefixAffinity(secrets.token_bytes(PAGE_KEY_BYTES), options)
         self._prompts: dict[str, Sequence[bytes]] = {}  # page keys of prompts, by session
         self._full_until: dict[str, float] = {}  # end of the pause, by address of a full target
 
@@ -287,10 +287,10 @@ class TargetChoice:
 
     def on_refusal(self, target: str, now: float) -> None:
         """Records a target's report that it is full."""
-        self._full_until[target] = now + FULL_PAUSE_S
+        self._full_until[target] = now + FULL_TARGET_PAUSE_S
 
     def on_move(self, session: Session, previous: str | None) -> None:
-        """Records a session's move: the new target will cache the prompt; `left` has cached all committed tokens."""
+        """Records a move: the previous target has cached all committed tokens, the new one will cache the prompt."""
         if previous is not None and previous in self._targets:
             self._prefixes.record(previous, self._keys(session, session.tokens))
         if session.target is not None:
@@ -303,8 +303,9 @@ class TargetChoice:
         self._prompts.pop(session.generation.session, None)
 
     def on_target_gone(self, target: str) -> None:
-        """Drops the record of a lost target's cache."""
+        """Drops the records of a lost target."""
         self._prefixes.forget(target)
+        self._full_until.pop(target, None)
 
     def _has_room(self, target: str, now: float) -> bool:
         return self._full_until.get(target, 0.0) <= now
@@ -332,7 +333,7 @@ class Assignment:
     """A session with its placement, from arrival to end."""
 
     session: Session
-    seeking_since: float  # time of arrival or of the loss of its target
+    seeking_since: float  # time of arrival, or since when it has needed another target
     counted_target: str | None = None  # replicas whose session counts include this session
     counted_drafter: str | None = None
     served_by: frozenset[str] = frozenset()  # all targets assigned so far
@@ -528,7 +529,7 @@ class SessionRouter(Generic[F]):
         self._waiting[assignment.name] = assignment
         if refusal.reason is not RefusalReason.OVERLOADED:
             return
-        if peer in self.drafters:
+        if peer in self.drafters or peer == assignment.session.drafter:
             self.breakers.refused(peer, now)
         else:
             self._choice.on_refusal(peer, now)
@@ -574,6 +575,7 @@ class SessionRouter(Generic[F]):
         for assignment in self:
             session = assignment.session
             if session.target == address and self._choice.choose(session, now):
+                assignment.seeking_since = now
                 self.handovers["target", PLANNED] += 1
                 self._carry_out(assignment, session.leave_target())
             elif session.drafter == address and self.drafters.choose(lambda one: self.breakers.takes(one, now)):

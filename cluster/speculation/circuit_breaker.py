@@ -4,14 +4,15 @@ A block is useful if the target accepted a token of it. Missing, late and reject
 longer than a target before it reacts, because each move costs the new drafter a prefill. Callers pass times in.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
 from cluster.speculation.controller import Backoff
 
 MIN_FAILURES = 8  # minimum consecutive requests without a useful block before a drafter is given up
 FAILURE_S = 2.0  # minimum time without a useful block if the drafter has drafted for the session
 FIRST_BLOCK_S = 10.0  # the same limit while the drafter may still be prefilling the session's prompt
-FULL_PAUSE_S = 0.5  # pause after a full drafter refused a session; its other sessions may end at any time
+FULL_DRAFTER_PAUSE_S = 0.5  # pause after a full drafter refused a session; its other sessions may end at any time
+MAX_PROBES = 32  # maximum number of latest probes whose blocks count; covers FIRST_BLOCK_S at one per pause
 
 
 class CircuitBreaker:
@@ -27,7 +28,7 @@ class CircuitBreaker:
         self._is_full = False
         self._backoff = Backoff()
         self._full_until = 0.0  # end of the pause of a full drafter, or of the wait for the outcome of its probe
-        self._probes: set[str] = set()  # sessions assigned since the breaker opened or the drafter was full
+        self._probes: deque[str] = deque(maxlen=MAX_PROBES)  # sessions assigned since it opened or was full
         self._probe_until = 0.0
         self._failures = 0  # number of consecutive requests without a useful block
         self._failing_since = 0.0  # time of the first of them
@@ -46,9 +47,9 @@ class CircuitBreaker:
     def placed(self, session: str, now: float) -> None:
         """Records an assignment; after a pause, the session becomes a probe."""
         if self._is_full:
-            self._full_until = now + FULL_PAUSE_S
+            self._full_until = now + FULL_DRAFTER_PAUSE_S
         if self._is_full or (self._is_open and now >= self._backoff.until):
-            self._probes.add(session)
+            self._probes.append(session)
             self._probe_until = now + FIRST_BLOCK_S
 
     def useful(self, session: str) -> None:
@@ -86,7 +87,7 @@ class CircuitBreaker:
         """Starts a short pause after a full drafter has refused a session."""
         self._is_full = True
         self._probes.clear()
-        self._full_until = now + FULL_PAUSE_S
+        self._full_until = now + FULL_DRAFTER_PAUSE_S
 
 
 class CircuitBreakers:

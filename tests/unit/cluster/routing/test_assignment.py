@@ -193,6 +193,16 @@ def test_a_late_refusal_marks_the_target_as_full_for_other_sessions():
     assert harness.begin("other").session.target == assignment.session.target, "the full target has no session"
 
 
+def test_a_new_target_at_the_address_of_a_lost_full_one_is_not_full():
+    harness = RouterHarness("T", "")
+    assignment = harness.begin()
+    harness.refuse(assignment, "T")
+    harness.gone("T")
+    harness.assignments.targets.up("T")
+    harness.tick(harness.now)
+    assert assignment.session.target == "T"
+
+
 def test_targets_are_full_while_each_has_just_refused():
     harness = RouterHarness("TU", "")
     assignment = harness.begin()
@@ -299,6 +309,18 @@ def test_a_session_refused_by_an_overloaded_drafter_gets_another():
     assert assignment.session.drafter is None
     harness.tick(0.0)
     assert assignment.session.drafter not in (first, None)
+
+
+def test_a_full_drafter_that_is_no_longer_listed_is_not_taken_for_a_full_target():
+    harness = RouterHarness("T", "D")
+    assignment = harness.begin()
+    harness.assignments.drafters.down("D")
+    harness.refuse(assignment, "D")
+    harness.assignments.drafters.up("D")
+    harness.tick(harness.now)
+    assert assignment.session.drafter is None
+    harness.tick(harness.now + 1)
+    assert assignment.session.drafter == "D"
 
 
 def test_a_drafter_that_resyncs_gets_the_ledger():

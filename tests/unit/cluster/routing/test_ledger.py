@@ -21,7 +21,18 @@ from cluster.routing.ledger import (
     ToTarget,
 )
 from cluster.trust import issue
-from protos.messages import Acceptance, Close, DraftAnswer, Finish, Open, Refusal, RefusalReason, Sampling, Verdict
+from protos.messages import (
+    Acceptance,
+    Close,
+    DraftAnswer,
+    Finish,
+    Open,
+    Refusal,
+    RefusalReason,
+    Sampling,
+    Scoring,
+    Verdict,
+)
 from protos.prefix import Prefix
 from tests.unit.cluster.samples import GREEDY, KEY
 
@@ -154,6 +165,19 @@ def test_a_sessions_drafter_follows_it_to_the_next_target():
     assert isinstance(to_drafter, ToDrafter)
     assert isinstance(to_drafter.message, Open)
     assert (to_drafter.address, to_drafter.message.target_address) == ("d1", "t2")
+
+
+def test_a_prompts_scores_are_requested_until_the_first_tokens():
+    session = a_session(None, None, scoring=Scoring(2, 3))
+    requested = []
+    for target in ("t1", "t2"):
+        (to_target,) = session.assign_target(target)
+        assert isinstance(to_target, ToTarget)
+        assert isinstance(to_target.message, Open)
+        requested.append(to_target.message.scoring)
+        session.on_verdict(target, a_verdict(session, 4))
+        session.leave_target()
+    assert requested == [Scoring(2, 3), Scoring(2, None)]
 
 
 def test_a_request_that_loses_several_targets_in_a_row_fails():

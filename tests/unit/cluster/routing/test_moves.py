@@ -89,6 +89,20 @@ def test_a_session_that_a_leaving_target_returns_starts_to_wait_then():
     assert (assignment.session.target, assignment.session.failures) == ("U", 0)
 
 
+def test_a_moving_session_that_finds_the_next_target_full_starts_to_wait_then():
+    """The session has run for longer than the queue's time limit."""
+    harness = RouterHarness("TU")
+    assignment = harness.begin()
+    left = str(assignment.session.target)
+    harness.now = 10 * TARGET_WAIT_S
+    leave(harness, left)
+    harness.refuse(assignment, other(left))
+    harness.tick(harness.now)
+    assert assignment.session.phase is Phase.SEEKING
+    harness.tick(harness.now + TARGET_WAIT_S)
+    assert (assignment.session.target, harness.errors("s")) == (other(left), [])
+
+
 def test_a_returned_session_fails_if_no_target_comes():
     harness = RouterHarness("T")
     assignment = harness.begin()
