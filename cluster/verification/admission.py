@@ -17,12 +17,14 @@ class Admission:
     def __init__(self, limit: int, pages: SessionMemory) -> None:
         self.running: dict[str, TargetSequence] = {}  # sessions in the cache, oldest first
         self.waiting: dict[str, TargetSequence] = {}  # queued sessions, in order of arrival
-        self.order: OrderedDict[str, None] = OrderedDict()  # admitted sessions, longest unserved first
+        self.order: OrderedDict[str, None] = OrderedDict()  # running sessions, longest unserved first
         self.pages = pages
         self.preempted = 0  # number of preemptions by older sessions
         self.prefix_tokens = 0  # tokens of sessions at first admission, without audits
         self.prefix_hits = 0  # cached tokens among `prefix_tokens`
         self._limit = limit
+        self._blocked: TargetSequence | None = None  # head of the queue that lacked pages; None after a change
+        self._blocked_pages = 0  # pages available then
         self._opens: list[Open] = []  # sessions to open in the engine's next step
         self._closes: list[str] = []
 
@@ -53,10 +55,13 @@ class Admission:
     def admit(self) -> Iterator[TargetSequence]:
         """Admits queued sessions to the cache while pages last, and yields each admitted session.
 
-        Admits lower priority numbers first, then earlier arrivals.
+        Admits lower priority numbers first, then earlier arrivals. A session that lacked pages is tried again once more
+        are available or a session has left, because finding its cached pages takes long.
         """
         while self.waiting and len(self.running) < self._limit:
             name, session = min(self.waiting.items(), key=lambda item: item[1].open.priority)
+            if session is self._blocked and self.pages.available <= self._blocked_pages:
+                return
             shared = session.prefix.tokens if session.may_share else ()
             session.cache.enter(self.pages.open(name, shared, session.open.cache_salt.encode()))
             # Reserve one page of growth per running session; otherwise they would preempt the new session at once.
@@ -65,6 +70,7 @@ class Admission:
                 self.pages.close(name)
                 if self._trim():
                     continue
+                self._blocked, self._blocked_pages = session, self.pages.available
                 return
             del self.waiting[name]
             self.running[name] = session
@@ -105,17 +111,19 @@ class Admission:
         """Reserves pages for positions `start` to `end`; preempts younger sessions if pages are short.
 
         Returns None if the session itself is the youngest and is preempted, or if all younger sessions are already in
-        the step (`in_step`). In the latter case, it precedes them in the next step.
+        the step (`in_step`). In the latter case, a decoding session precedes them in the next step, and a prompt waits
+        until one of them ends or needs a page.
         """
         name = session.open.session
         while (copies := self.pages.reserve(name, start, end)) is None:
             if self._trim():
                 continue
             youngest = next(n for n in reversed(self.running) if n not in in_step)
-            if youngest != name or name == next(reversed(self.running)):
-                self._preempt(youngest)
             if youngest == name:
+                if name == next(reversed(self.running)):
+                    self._preempt(name)
                 return None
+            self._preempt(youngest)
         return copies
 
     def _trim(self) -> bool:
@@ -145,6 +153,7 @@ class Admission:
 
     def _leave(self, name: str) -> None:
         """Removes a session from the cache."""
+        self._blocked = None
         del self.running[name]
         del self.order[name]
         self.pages.close(name)

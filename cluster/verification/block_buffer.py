@@ -6,7 +6,7 @@ limits on number, bytes and age. Every operation takes constant time per message
 """
 
 from collections import Counter, OrderedDict, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protos.codec import encoded_bytes
 from protos.messages import Acceptance, Attach, Block, Open
@@ -33,15 +33,26 @@ class TargetCounts:
         self.wasted_tokens += block.size
 
 
-class BlockBuffer:
-    """Waiting blocks of one session, at most `limit`, by (base_len, prefix_hash)."""
+@dataclass(frozen=True, slots=True)
+class BufferLimits:
+    """Limits on waiting messages."""
 
-    def __init__(self, limit: int, counts: TargetCounts) -> None:
+    blocks: int = 64  # maximum blocks per session
+    age_s: float = 30.0
+    sessions: int = 1024  # maximum sessions per drafter
+    bytes: int = 16 << 20  # maximum bytes per drafter before sessions open, and per opened session
+    all_bytes: int = 256 << 20  # maximum bytes over all drafters, because a peer may use many names
+
+
+class BlockBuffer:
+    """Waiting blocks of one session, by (base_len, prefix_hash)."""
+
+    def __init__(self, limits: BufferLimits, counts: TargetCounts) -> None:
         self.ready: Block | None = None  # block for exactly the session's prefix
-        self.ready_since = 0.0  # arrival time of the ready block
-        self._limit = limit
+        self._limits = limits
         self._counts = counts
         self._blocks: dict[tuple[int, int], Block] = {}  # blocks for later prefixes
+        self._probs_bytes = 0  # encoded size of those with probabilities
         self._unsettled = 0  # stored tokens, including replaced versions, not yet counted as accepted or wasted
 
     def take(self) -> None:
@@ -49,8 +60,13 @@ class BlockBuffer:
         assert self.ready is not None, "no block is ready"
         self.ready = None
 
-    def place(self, block: Block, request: Open, prefix: Prefix, now: float) -> None:
-        """Stores a block until its prefix is decided; drops and counts a block that can never be verified."""
+    def place(self, block: Block, request: Open, prefix: Prefix) -> None:
+        """Stores a block until its prefix is decided; drops and counts a block that can never be verified.
+
+        Draft probabilities, by far the largest part, are kept only for rejection sampling.
+        """
+        if block.tree.probs is not None and not _needs_probs(request):
+            block = replace(block, tree=replace(block.tree, probs=None))
         if block.base_len < prefix.length:
             late = block
             block = self._rebased(block, prefix) or block
@@ -64,11 +80,11 @@ class BlockBuffer:
         self._unsettled += block.size
         if _is_for(block, prefix):
             self.ready = block
-            self.ready_since = now
         else:
             self._blocks[block.base_len, block.prefix_hash] = block
+            self._probs_bytes += encoded_bytes(block) if block.tree.probs is not None else 0
 
-    def advance_to(self, prefix: Prefix, accepted: int, now: float) -> bool:
+    def advance_to(self, prefix: Prefix, accepted: int) -> bool:
         """Advances to the session's new prefix; returns True if its block has already arrived.
 
         Keeps the block for this prefix and the usable rest of a late block. Drops all others, which assumed another
@@ -78,7 +94,7 @@ class BlockBuffer:
         """
         if not self._unsettled:
             return False
-        self.ready = ready = self._keep(prefix, now)
+        self.ready = ready = self._keep(prefix)
         left = ready.size if ready is not None else 0
         self._counts.accepted_tokens += accepted
         self._counts.wasted_tokens += self._unsettled - accepted - left
@@ -92,9 +108,10 @@ class BlockBuffer:
         self.ready = None
         self._unsettled = 0
 
-    def _keep(self, prefix: Prefix, now: float) -> Block | None:
+    def _keep(self, prefix: Prefix) -> Block | None:
         """Reduces the buffer to the block for this prefix, and returns the block or None."""
         ready = self._blocks.pop((prefix.length, prefix.hash), None) if self._blocks else None
+        self._probs_bytes = 0
         if self.ready is not None or self._blocks:  # rare: a block that was not verified, or drafted for other outcomes
             others = [*self._blocks.values(), *([self.ready] if self.ready is not None else [])]
             self._blocks.clear()
@@ -106,8 +123,6 @@ class BlockBuffer:
                 if rebased is None:
                     self._counts.dropped["late"] += 1
                 ready = ready or rebased
-        if ready is not None:
-            self.ready_since = now
         return ready
 
     def _rejection_reason(self, block: Block, request: Open, prefix: Prefix) -> str | None:
@@ -121,9 +136,9 @@ class BlockBuffer:
         if stored is not None:
             # A newer version replaces a block, except under rejection sampling, where the choice must not depend on
             # tokens.
-            needs_probs = request.acceptance is Acceptance.REJECTION and not request.sampling.greedy
-            return "duplicate" if needs_probs or stored == block else None
-        if len(self._blocks) >= self._limit and not is_current:  # the current block always fits
+            return "duplicate" if _needs_probs(request) or stored == block else None
+        is_full = len(self._blocks) >= self._limits.blocks or self._probs_bytes > self._limits.bytes
+        if is_full and not is_current:  # the current block always fits
             return "buffer_full"
         if block.base_len == prefix.length and not is_current:
             return "other_prefix"
@@ -144,23 +159,17 @@ class BlockBuffer:
         return Block(block.session, prefix.length, prefix.hash, rest)
 
 
+def _needs_probs(request: Open) -> bool:
+    """Returns True if verification of the session's blocks reads their draft probabilities."""
+    return request.acceptance is Acceptance.REJECTION and not request.sampling.greedy
+
+
 def _is_for(block: Block, prefix: Prefix) -> bool:
     """Returns True if the block continues exactly this prefix."""
     return block.base_len == prefix.length and block.prefix_hash == prefix.hash
 
 
 MAX_ENDED_SESSIONS = 4096  # number of ended sessions kept, to drop their late blocks at once
-
-
-@dataclass(frozen=True, slots=True)
-class BufferLimits:
-    """Limits on waiting messages."""
-
-    blocks: int = 64  # maximum blocks per session
-    age_s: float = 30.0
-    sessions: int = 1024  # maximum sessions per drafter
-    bytes: int = 16 << 20  # maximum bytes per drafter
-    all_bytes: int = 256 << 20  # maximum bytes over all drafters, because a peer may use many names
 
 
 @dataclass

@@ -4,7 +4,7 @@ NOTE on the algorithm. Decoding and verification are the same operation. A sessi
 missing from the cache and, if ready, a draft block. One forward pass feeds both and decides at least one token. A
 session without a block takes part with a row of one token, so drafters can speed it up but never block it.
 
-    plan    selects due sessions, longest unserved first, within the token budget, and reserves their pages
+    plan    selects due sessions within the token budget, decoding ones before prompts, and reserves their pages
     commit  applies the engine's outcomes to texts, caches and waiting blocks: all that the next plan needs
     settle  converts the committed rows to verdicts, updates statistics, and decides the next draft requests
 
@@ -70,6 +70,7 @@ log = logging.getLogger(__name__)
 STOPPING_MESSAGE = "this target replica is shutting down"
 NO_AUDIT_MESSAGE = "this target is serving requests; retry the audit later"
 NONFINITE_LOG_PERIOD_S = 60.0
+PROMPT_SHARE = 8  # while a prompt is due, decoding sessions leave it one part in this many of a step's tokens
 NONFINITE_MESSAGE = (
     "the model computed NaN or infinite logits for this request, and a retry would fail alike: the weights overflow in"
     " model.dtype, or a device is faulty; ask the operator, whose log names the replica"
@@ -83,25 +84,25 @@ class StepDeadline:
         self._pacing = pacing
         self._silent = silent
 
-    def dues(self, sessions: Mapping[str, TargetSequence], load: Load) -> tuple[dict[str, float], float]:
+    def due_times(self, sessions: Mapping[str, TargetSequence], load: Load) -> tuple[dict[str, float], float]:
         """Returns each session's due time, and the start of the next step if no further block arrives.
 
         A session is due at once unless it skips steps until its block arrives. The step is delayed for awaited blocks.
         Without sessions, its start is infinity.
         """
-        dues: dict[str, float] = {}
+        due_times: dict[str, float] = {}
         expected: list[TargetSequence] = []
         for name, session in sessions.items():
             request = session.exchange.request
-            dues[name] = session.waiting_since
+            due_times[name] = session.waiting_since
             drafter = session.awaited_drafter if session.buffer.ready is None else None
             if drafter is not None and self._silent.is_awaited(drafter):
-                dues[name] += request.skip_for_s
+                due_times[name] += request.skip_for_s
                 if request.hold_step:
                     expected.append(session)
-        first = min(dues.values(), default=math.inf)
+        first = min(due_times.values(), default=math.inf)
         if not expected:
-            return dues, first
+            return due_times, first
         blocks = [
             ExpectedBlock(
                 session.exchange.request.worth,
@@ -109,7 +110,7 @@ class StepDeadline:
             )
             for session in expected
         ]
-        return dues, first + self._pacing.hold_for_s(blocks, load)
+        return due_times, first + self._pacing.hold_for_s(blocks, load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +389,7 @@ class VerificationScheduler:
             return []
         self._forget(name)
         sends = [] if request.audit else self._refuse_open(self._audits(), NO_AUDIT_MESSAGE)
-        buffer = BlockBuffer(self._limits.buffer.blocks, self.counts)
+        buffer = BlockBuffer(self._limits.buffer, self.counts)
         prefix = Prefix(request.hash_key, request.tokens)
         shape = self._block_shape(request)
         access = DrafterAccess(request, existing.access.drafters if existing is not None else frozenset())
@@ -456,7 +457,7 @@ class VerificationScheduler:
             self.counts.drop("tree", block)
             return
         self._note_answer(session, block, block.size, now)
-        session.buffer.place(block, session.open, session.prefix, now)
+        session.buffer.place(block, session.open, session.prefix)
 
     def _no_draft(self, drafter: str, no_draft: NoDraft, now: float) -> None:
         """Records that the drafter has no block for a prefix, so that no step waits for it."""
@@ -537,9 +538,9 @@ class VerificationScheduler:
         self._early.expire(now)
         self.feeds.before_step()
         copies: list[PageCopy] = []
-        dues, start = self._timing.dues(self.admission.running, self.controller.load)
+        due_times, start = self._timing.due_times(self.admission.running, self.controller.load)
         if start <= now:
-            copies = self._fill_step(dues, now)
+            copies = self._fill_step(due_times, now)
         closes, opens = self.admission.take_changes()
         rows = tuple(row for _, row in self._in_step)
         if not (self._in_step or opens or closes):
@@ -553,7 +554,7 @@ class VerificationScheduler:
 
     def next_due(self) -> float | None:
         """Returns the time of the next step or expiry, unless a message arrives first; None if nothing is pending."""
-        _, start = self._timing.dues(self.admission.running, self.controller.load)
+        _, start = self._timing.due_times(self.admission.running, self.controller.load)
         expiry = self._early.next_expiry()
         due = start if expiry is None else min(start, expiry)
         return due if due < math.inf else None
@@ -583,7 +584,7 @@ class VerificationScheduler:
             if not outcome.is_finite:
                 step.ended.append(self._end_nonfinite(session, now))
                 continue
-            decision = session.commit(row, outcome, now)
+            decision = session.commit(row, outcome)
             step.rows.append((session, row, outcome, decision))
             if decision.finish is Finish.NONE:
                 if outcome.path:
@@ -666,16 +667,27 @@ class VerificationScheduler:
 
     # ------------------------------------------------------------ helpers
 
-    def _fill_step(self, dues: Mapping[str, float], now: float) -> list[PageCopy]:
-        """Adds due sessions to the step, longest unserved first, within the token budget."""
+    def _fill_step(self, due_times: Mapping[str, float], now: float) -> list[PageCopy]:
+        """Adds due sessions to the step within the token budget: first decoding ones, then prompts with the rest.
+
+        Of each kind, the longest unserved come first. Decoding sessions leave a share of the budget for prompts.
+        """
         budget = self._limits.max_step_tokens
         copies: list[PageCopy] = []
         in_step: set[str] = set()
-        for name in list(self.admission.order):
-            session = self.admission.running.get(name)  # None: preempted earlier in this loop
-            if session is None or budget <= 0 or dues[name] > now:
+        running = self.admission.running
+        turns = list(self.admission.order)
+        prompts = {name for name, session in running.items() if not session.is_decoding}
+        for_prompts = 0  # tokens that decoding sessions leave for prompts
+        if prompts:
+            turns.sort(key=prompts.__contains__)
+            for_prompts = -(-budget // PROMPT_SHARE)
+        for name in turns:
+            session = running.get(name)  # None: preempted earlier in this loop
+            left = budget if name in prompts else budget - for_prompts
+            if session is None or left <= 0 or due_times[name] > now:
                 continue
-            tokens, draft, decides = session.next_tokens(budget)
+            tokens, draft, decides = session.next_tokens(left)
             start = session.cache.length
             end = start + len(tokens)
             if (reserved := self.admission.reserve(session, start, end, in_step)) is None:
@@ -700,9 +712,11 @@ class VerificationScheduler:
         return self._shape
 
     def _commit_fed(self) -> None:
-        """Replaces planned rows with the rows that the engine fed."""
+        """Replaces planned rows with the rows that the engine fed, and drops rows not fed, which remain due."""
         planned = self._in_step
-        self._in_step = _as_fed(planned, self._pages)
+        for session, _ in planned:
+            session.in_step = False
+        self._in_step = [(session, fed) for session, row in planned if (fed := self._pages.fed(row)) is not None]
         if self._in_step != planned:
             self._shape = None
 
@@ -823,13 +837,6 @@ def _verdict(
         outcome.margin,
         prefix_cached=session.cache.initial,
     )
-
-
-def _as_fed(planned: list[tuple[TargetSequence, Row]], memory: SessionMemory) -> list[tuple[TargetSequence, Row]]:
-    """Replaces planned rows with fed rows; drops rows that were not fed, which remain due."""
-    for session, _ in planned:
-        session.in_step = False
-    return [(session, row) for session, at_first in planned if (row := memory.fed(at_first)) is not None]
 
 
 def _shape_of(in_step: Sequence[tuple[TargetSequence, Row]], running: Collection[TargetSequence]) -> StepShape:

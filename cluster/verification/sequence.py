@@ -331,7 +331,7 @@ class TargetSequence:
     def _usable_block(self) -> Block | None:
         return self.buffer.ready if self.exchange.request.tokens else None
 
-    def commit(self, row: Row, outcome: Outcome, now: float) -> Decision:
+    def commit(self, row: Row, outcome: Outcome) -> Decision:
         """Commits the engine's outcome for `row`: tokens, cache and waiting blocks. `learn` must follow."""
         request = self.open
         prefix = self.prefix
@@ -350,7 +350,7 @@ class TargetSequence:
         prefix.extend(tokens)
         cache.length = base_len + min(verified, len(tokens))  # the last token has not been fed
         cache.displaced_from = None  # the step began with the pending moves
-        has_next_block = self.buffer.advance_to(prefix, accepted, now)
+        has_next_block = self.buffer.advance_to(prefix, accepted)
         return Decision(
             base_len,
             base_hash,

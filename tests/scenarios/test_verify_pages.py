@@ -140,6 +140,47 @@ def test_sessions_beyond_the_token_budget_take_turns():
     """)
 
 
+def test_sessions_decode_in_every_step_while_prompts_are_read():
+    Target(max_step_tokens=6).run("""
+        router#1: Open a 1
+        step -> router#1 <- Verdict a 1 +8 answer=missed
+        router#1: Open b 20,21,22,23,24,25,26,27
+        router#1: Open c 30,31,32,33,34,35,36,37
+        plan
+            open b
+            open c
+            row a@1 8
+            chunk b@0 20,21,22,23,24
+        apply -> router#1 <- Verdict a 1,8 +15 answer=missed
+        plan
+            row a@2 15
+            chunk c@0 30,31,32,33,34
+        apply -> router#1 <- Verdict a 1,8,15 +21 answer=missed
+        plan
+            row a@3 21
+            row b@5 25,26,27
+            chunk c@5 35,36
+        apply
+            router#1 <- Verdict a 1,8,15,21 +19 answer=missed
+            router#1 <- Verdict b 20,21,22,23,24,25,26,27 +24
+    """)
+
+
+def test_prompts_are_read_though_decoding_sessions_could_fill_every_step():
+    target = Target(max_step_tokens=16, max_sessions=20)
+    names = [f"s{index}" for index in range(19)]
+    for name in names:
+        target.open(name, tokens=(1,), max_len=100)
+        target.step()
+    target.open("prompt", tokens=tuple(range(1, 20)))
+    target.rows.clear()
+    for _ in range(9):
+        target.step()
+    assert all(len(rows) == 15 for rows in target.rows)
+    assert all(sum(len(row.tokens) for row in rows if row.session == "prompt") == 2 for rows in target.rows)
+    assert {row.session for rows in target.rows[:2] for row in rows} == {"prompt", *names}, "all take turns"
+
+
 def test_accepted_nodes_move_between_pages_before_anything_is_written_and_once():
     Target(page_size=2).run("""
         router#1: Open s 1,2,3 max_len=20

@@ -1,14 +1,15 @@
 """Sessions that outgrow the cache are preempted, resume, and get the same tokens; `Target` checks every page."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.page_allocator import OwnPages
+from cluster.page_allocator import OwnPages, page_hash
 from cluster.verification.admission import Admission
-from cluster.verification.block_buffer import BlockBuffer, TargetCounts
+from cluster.verification.block_buffer import BlockBuffer, BufferLimits, TargetCounts
 from cluster.verification.sequence import DrafterAccess, TargetSequence
 from protos.draft_tree import DraftTree
 from protos.messages import Finish, Verdict
@@ -88,16 +89,18 @@ def test_a_preempted_session_that_is_opened_again_replaces_itself_in_the_engine(
     assert target.finish()["c"] == text((30, 31), 4)
 
 
+def a_sequence(name: str, tokens: Tokens) -> TargetSequence:
+    request = an_open(name, tokens=tokens)
+    buffer = BlockBuffer(BufferLimits(), TargetCounts())
+    return TargetSequence(request, ROUTER, Prefix(KEY, tokens), buffer, DrafterAccess(request))
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8)), min_size=1, max_size=60), st.integers(4, 12))
 def test_the_oldest_session_never_loses_its_pages(grows, pages):
     """Each step opens a session and has one of the running ones grow."""
     admission = Admission(6, OwnPages(pages, 4, b"key"))
     for number, (index, tokens) in enumerate(grows):
-        request = an_open(f"s{number}", tokens=(number % 50,))
-        prefix = Prefix(KEY, request.tokens)
-        admission.waiting[request.session] = TargetSequence(
-            request, ROUTER, prefix, BlockBuffer(4, TargetCounts()), DrafterAccess(request)
-        )
+        admission.waiting[f"s{number}"] = a_sequence(f"s{number}", (number % 50,))
         list(admission.admit())
         oldest, *_ = admission.running
         name = [*admission.running][index % len(admission.running)]
@@ -108,6 +111,26 @@ def test_the_oldest_session_never_loses_its_pages(grows, pages):
         assert next(iter(admission.running)) == oldest
         if admission.running[oldest].cache.length == 4 * pages:
             admission.forget(oldest)
+
+
+def test_the_cached_pages_of_a_blocked_session_are_not_searched_in_vain():
+    """Their hashes take milliseconds per step if the session is long."""
+    hashed = []
+
+    def hash_page(key: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
+        hashed.append(tokens)
+        return page_hash(key, parent, tokens)
+
+    admission = Admission(6, OwnPages(4, 4, b"key", hash_page))
+    for name in ("running", "blocked"):
+        admission.waiting[name] = a_sequence(name, tuple(range(12)))
+    assert [session.open.session for session in admission.admit()] == ["running"]
+    tried = len(hashed)
+    assert tried
+    assert not list(admission.admit())
+    assert len(hashed) == tried
+    admission.forget("running")
+    assert [session.open.session for session in admission.admit()] == ["blocked"]
 
 
 @given(

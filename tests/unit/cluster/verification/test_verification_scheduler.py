@@ -1,6 +1,7 @@
 """Tests the target's scheduler over many rounds: silent and bad drafters, delays, long prompts, nonfinite logits."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,15 +11,30 @@ from cluster.draft_quality import BlockKind
 from cluster.envelope import Send
 from cluster.speculation.controller import Adaptive
 from cluster.speculation.estimators import AcceptanceCounts, StepCost
+from cluster.verification.block_buffer import BufferLimits
 from cluster.verification.sequence import cut_at_end
 from cluster.verification.step import Outcome
+from protos.codec import encoded_bytes
 from protos.draft_tree import DraftTree, SparseProbs
-from protos.messages import Detach, DraftAnswer, DraftRequest, Finish, NoDraft, Refusal, RefusalReason, Resync, Verdict
+from protos.messages import (
+    Acceptance,
+    Detach,
+    DraftAnswer,
+    DraftRequest,
+    Finish,
+    NoDraft,
+    Refusal,
+    RefusalReason,
+    Resync,
+    Sampling,
+    Verdict,
+)
 from protos.prefix import Prefix
 from tests.scenarios.verification import DRAFTER, ROUTER, VOCABULARY, Target, Tokens, next_token, only_verdict, text
-from tests.unit.cluster.samples import KEY
+from tests.unit.cluster.samples import KEY, a_block
 
 PROMPT = (1, 2, 3)
+REJECTION: dict[str, Any] = {"acceptance": Acceptance.REJECTION, "sampling": Sampling(1.0)}
 
 
 def verdicts(sends: list[Send], receiver: str = ROUTER) -> dict[str, Verdict]:
@@ -64,7 +80,7 @@ def test_rows_carry_the_draft_probs_of_their_tokens(steps):
     right = text((1, 2), 3)
     probs = SparseProbs(tuple((token,) for token in right), ((1,), (2,), (3,)))
     target = Target()
-    target.open(tokens=(1, 2))
+    target.open(tokens=(1, 2), **REJECTION)
     for _ in range(steps):
         target.step()
     target.block((1, 2), DraftTree.chain(right, probs))
@@ -74,6 +90,38 @@ def test_rows_carry_the_draft_probs_of_their_tokens(steps):
     assert row.draft.probs == SparseProbs(probs.token_ids[steps:], probs.weights[steps:])
     target.step()
     assert target.rows[-1][0].draft.probs is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"acceptance": Acceptance.COUPLED, "sampling": Sampling(1.0)}, {"acceptance": Acceptance.REJECTION}],
+    ids=["coupled", "greedy"],
+)
+def test_draft_probs_are_dropped_where_verification_does_not_read_them(changes):
+    right = text((1, 2), 1)
+    target = Target()
+    target.open(tokens=(1, 2), **changes)
+    target.block((1, 2), DraftTree.chain(right, SparseProbs((right,), ((1,),))))
+    target.step()
+    (row,) = target.rows[-1]
+    assert row.draft == DraftTree.chain(right)
+
+
+def test_waiting_blocks_of_a_session_are_bounded_in_bytes():
+    probs = SparseProbs((tuple(range(VOCABULARY)),), ((1,) * VOCABULARY,))
+    block = DraftTree.chain((9,), probs)
+    target = Target(buffer=BufferLimits(bytes=2 * encoded_bytes(a_block((1,), block)) - 1))
+    target.open(tokens=(1, 2), **REJECTION)
+    for guess in range(4):
+        target.block((1, 2, guess), block)
+    assert target.dropped == {"buffer_full": 2}
+    target.block((1, 2), block)
+    assert target.dropped == {"buffer_full": 2}, "the current block always fits"
+    target.step()
+    dropped = target.dropped["buffer_full"]
+    before = (1, 2, *text((1, 2), 1))
+    target.block((*before, 5), block)
+    assert target.dropped["buffer_full"] == dropped, "the step freed the space"
 
 
 def test_a_draft_prob_outside_the_vocabulary_is_refused_even_if_all_tokens_are_inside():
