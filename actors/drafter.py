@@ -280,7 +280,7 @@ class Drafter:
         for message in frame.messages:
             self._tracer.on_received(peer, message)
             sends = self.scheduler.receive(peer, message, now)
-            if isinstance(message, Open) and message.target_address in self.scheduler.targets:
+            if isinstance(message, Open) and self.scheduler.has_accepted(message):
                 self._dial(message.target_address, self._models[message.model])
             if sends:
                 self._send(sends)

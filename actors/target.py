@@ -278,7 +278,7 @@ class TargetReplica:
 
     def router_up(self, hello: Hello) -> tuple[str, Outbox]:
         """Handles a router's new stream; drops the router's sessions that its Hello does not list."""
-        stream, outbox = self.drafter_up(hello)
+        stream, outbox = self._open_stream(hello)
         self._gate.on_hello(stream, hello)
         self.scheduler.receive(stream, hello, self._clock())
         self._changed.set()
@@ -286,6 +286,10 @@ class TargetReplica:
 
     def drafter_up(self, hello: Hello) -> tuple[str, Outbox]:
         """Handles a drafter's new stream. The drafter may attach to sessions, but not open or close them."""
+        return self._open_stream(hello)
+
+    def _open_stream(self, hello: Hello) -> tuple[str, Outbox]:
+        """Names a peer's new stream and welcomes the peer."""
         self._streams += 1
         stream = stream_name(hello.peer_id, self._streams)
         outbox = Outbox()

@@ -105,6 +105,17 @@ def encode(frame_type: type[FrameT], messages: Frame) -> FrameT:
     return frame_type(**fields)
 
 
+def overtakes(message: Message, frame: Sequence[Message]) -> bool:
+    """Returns True if a receiver of `frame` with this message would process it before an earlier message about its
+    session: an Open before a Close, or a Detach before an Attach.
+    """
+    if isinstance(message, Open):
+        return any(isinstance(earlier, Close) and earlier.session == message.session for earlier in frame)
+    if isinstance(message, Detach):
+        return any(isinstance(earlier, Attach) and earlier.session == message.session for earlier in frame)
+    return False
+
+
 _OVERHEAD_BYTES = 256  # more than the fixed-size fields and the names of a message
 
 

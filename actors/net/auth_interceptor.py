@@ -19,7 +19,7 @@ from actors.net.credentials import Credentials
 from cluster.trust import PeerRole, Refusals
 
 HANDSHAKE_TIMEOUT_S = 10.0  # equals the timeout for a caller's Hello
-NO_HANDSHAKE = "a caller that did not get through the TLS handshake"
+NO_HANDSHAKE = "failed TLS handshake"
 
 
 class Handshakes:
@@ -51,7 +51,7 @@ class Handshakes:
         if self._with_call:
             self._with_call -= 1
         else:
-            self._refusals.note("somebody", NO_HANDSHAKE)
+            self._refusals.note("unknown peer", NO_HANDSHAKE)
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -80,7 +80,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return self._rejecting
 
     async def _reject(self, _: Any, context: Context) -> None:
-        self.refusals.note(host_of(context), "a caller without a valid token")
+        self.refusals.note(host_of(context), "missing or wrong token")
         await context.abort(grpc.StatusCode.UNAUTHENTICATED)
 
     @asynccontextmanager
@@ -89,11 +89,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         host = host_of(context)
         roles = self._credentials.roles(context.auth_context())
         if role not in roles:
-            names = ", ".join(sorted(one.value for one in roles)) or "nobody"
-            self.refusals.note(host, f"a caller that is no {role.value}", f"its certificate is that of {names}")
+            names = ", ".join(sorted(one.value for one in roles)) or "none"
+            self.refusals.note(host, f"wrong role, expected {role.value}", f"certificate has {names}")
             await context.abort(grpc.StatusCode.PERMISSION_DENIED)
         if self.streams[host] >= self._max_streams_per_host:
-            self.refusals.note(host, "one stream too many", f"{self.streams[host]} are open")
+            self.refusals.note(host, "stream limit reached", f"{self.streams[host]} are open")
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED)
         self.streams[host] += 1
         try:

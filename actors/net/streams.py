@@ -18,7 +18,7 @@ from google.protobuf.message import Message as ProtoMessage
 from actors.net.credentials import Credentials, Metadata
 from cluster.errors import ProtocolError
 from cluster.trust import PeerRole
-from protos.codec import Decoded, decode, encode, encoded_bytes, message_count
+from protos.codec import Decoded, decode, encode, encoded_bytes, message_count, overtakes
 from protos.messages import MAX_STATES_BYTES, PROTOCOL_VERSION, Hello, Identity, Message, Welcome
 
 
@@ -77,14 +77,15 @@ class Outbox:
             self._changed.set()
 
     async def take(self) -> list[Message]:
-        """Waits for messages; returns one or more, at most one frame."""
+        """Waits for messages; returns one or more, at most one frame, in which no message overtakes another."""
         while not self._due:
             self._changed.clear()
             await self._changed.wait()
         frame = [self._due.popleft()]
         size = encoded_bytes(frame[0])
         while self._due and len(frame) < MAX_FRAME_MESSAGES:
-            if (size := size + encoded_bytes(self._due[0])) > self._frame_bytes:
+            size += encoded_bytes(self._due[0])
+            if size > self._frame_bytes or overtakes(self._due[0], frame):
                 break
             frame.append(self._due.popleft())
         return frame

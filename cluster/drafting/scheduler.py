@@ -68,6 +68,11 @@ class DraftScheduler:
                 return [(peer, _not_known(message))]
         return self.sessions.receive(peer, message, now)
 
+    def has_accepted(self, request: Open) -> bool:
+        """Returns True if the session continues from this Open."""
+        session = self.sessions.all.get(request.session)
+        return session is not None and session.open is request
+
     def connected(self, target: str) -> list[Send]:
         """Handles a new stream to `target`: attaches all sessions of that target."""
         return self.sessions.connected(target)

@@ -132,6 +132,16 @@ async def test_only_known_targets_are_dialed():
     await drafter.close()
 
 
+async def test_an_open_of_an_unknown_model_at_a_known_target_is_only_refused():
+    drafter = a_drafter(InterruptedMethod())
+    stream, outbox = drafter.router_up(Hello("router", "v", "m"))
+    drafter.receive(stream, Decoded((to_open("a"), replace(to_open("b"), model="new"))))
+    _, refusal = await outbox.take()
+    assert isinstance(refusal, Refusal)
+    assert (refusal.session, refusal.reason) == ("b", RefusalReason.OVERLOADED)
+    await drafter.close()
+
+
 async def test_a_malformed_open_is_counted_and_refused_under_its_attempt():
     drafter = a_drafter(InterruptedMethod())
     stream, outbox = drafter.router_up(Hello("router", "v", "m"))

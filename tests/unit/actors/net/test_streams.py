@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -14,11 +15,13 @@ from actors.net.streams import InvalidFrame, Link, Outbox, StatesOutbox, decode_
 from cluster.errors import ProtocolError
 from cluster.trust import PeerRole
 from protos import speculation_pb2 as pb
-from protos.codec import encode
+from protos.codec import decode, encode
 from protos.messages import (
     MAX_STATES_BYTES,
     PROTOCOL_VERSION,
+    Attach,
     Close,
+    Detach,
     Hello,
     Message,
     StateDtype,
@@ -26,6 +29,7 @@ from protos.messages import (
     Verdict,
     Welcome,
 )
+from tests.unit.cluster.samples import an_open
 
 HALF = States("s", 0, 0, StateDtype.BFLOAT16, 8, bytes(MAX_STATES_BYTES // 2))
 
@@ -69,6 +73,27 @@ async def test_a_drafter_that_takes_no_states_loses_its_stream_and_not_the_targe
             async with asyncio.timeout(0):
                 taken += len(await outbox.take())
     assert 3 < taken < given
+
+
+@pytest.mark.parametrize(
+    ("frame_type", "earlier", "later"),
+    [
+        (pb.RouterToDrafter, Close("s", 1), an_open("s", attempt=2)),
+        (pb.DrafterToTarget, Attach("s", 3, 0), Detach("s")),
+    ],
+    ids=["close", "attach"],
+)
+async def test_messages_about_a_session_are_read_in_the_order_they_were_sent(frame_type, earlier, later):
+    """Within a frame, messages are read by kind."""
+    outbox = Outbox()
+    others = [replace(message, session="other") for message in (later, earlier)]
+    for message in (earlier, *others, later):
+        outbox.put(message)
+    read: list[list[Message]] = []
+    while sum(map(len, read)) < 4:
+        read.append(list(decode(encode(frame_type, await outbox.take())).messages))
+    assert [message for messages in read for message in messages if message.session == "s"] == [earlier, later]
+    assert len(read[0]) == 3, "messages about other sessions share the frame"
 
 
 async def test_other_outboxes_are_bounded_by_messages_as_before():
