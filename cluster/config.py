@@ -414,7 +414,12 @@ class DraftPool(Section):
 class SpeculationConfig(Section):
     """Draft length, acceptance rule and schedule of speculation."""
 
-    draft_tokens: int = Field(5, ge=0, le=MAX_BLOCK_TOKENS, description="maximum draft length; 0: no speculation")
+    draft_tokens: int = Field(
+        5,
+        ge=0,
+        le=MAX_BLOCK_TOKENS,
+        description="maximum draft length, of which the adaptive schedule uses up to 16; 0: no speculation",
+    )
     acceptance: Annotated[
         Literal["coupled", "rejection"], BeforeValidator(lambda value: "rejection" if value == "ratio" else value)
     ] = Field(

@@ -19,7 +19,6 @@ from typing import Protocol
 
 from cluster.costs import ForwardCost
 from cluster.speculation.estimators import (
-    MAX_POSITIONS,
     REPLICA_MEMORY,
     SILENT_AFTER,
     AcceptanceCounts,
@@ -116,15 +115,15 @@ class Adaptive:
             self._load = load
             self._decisions = {}
         if not load.speculates:
-            drafts.is_probed = False
+            drafts.probe_in_flight = False
             return NO_DRAFT
         level = drafts.level
         decision = self._decisions.get((level, limit))
         if decision is None:
             decision = self._decisions[level, limit] = best_request(level, limit, load)
         if decision.hold_step:
-            if drafts.is_probed:
-                drafts.is_probed = False
+            if drafts.probe_in_flight:
+                drafts.probe_in_flight = False
                 self._probes.reset()
             return decision
         return self._probe(drafts, limit, decision, now)
@@ -153,24 +152,24 @@ class Adaptive:
         """
         load = self._load
         least_s = MIN_PROBE_STEPS * load.step.non_speculative_s(load.sessions)
-        if drafts.is_probed:
-            drafts.is_probed = False
+        if drafts.probe_in_flight:
+            drafts.probe_in_flight = False
             if drafts.accepted > waiting_cost(load) * drafts.delay_s:
                 drafts.log_odds = max(0.0, drafts.log_odds)
                 self._probes.reset()
             else:
                 self._probes.failed(now, least_s)
         tokens = decision.tokens or min(PROBE_TOKENS, limit)
-        if drafts.is_reading:
+        if drafts.awaits_first_answer:
             if not drafts.has_drafted:
                 return DraftingDecision(tokens)
         elif now < self._probes.until or not drafts.is_attached:
             return decision
         self._probes.until = now + max(FIRST_PAUSE_S, least_s)  # allows one probe at a time
-        drafts.is_reading = not drafts.has_drafted
-        if drafts.is_reading:
+        drafts.awaits_first_answer = not drafts.has_drafted
+        if drafts.awaits_first_answer:
             return DraftingDecision(tokens)
-        drafts.is_probed = True
+        drafts.probe_in_flight = True
         worth = max(float(tokens), load.non_speculative_rate * TRIAL_SHARE * self._probes.pause_s)
         return DraftingDecision(tokens, worth, decision.least_chance, hold_step=True)
 
@@ -375,6 +374,7 @@ class KillSwitch:
 
 
 REFRESH_STEPS = 8  # maximum age of the snapshot of estimates, in steps
+FORGET_AFTER_S = 300.0  # time without drafters after which their estimates are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +404,7 @@ class SpeculationController:
         self._hits = 0.5
         self._delay = Pairs()
         self._was_drafted_for = False  # True if blocks were requested for the latest step
+        self._undrafted_since: float | None = None  # first decision without a drafter since the latest with one
         self._draft_version = 0  # newest version of a learned draft
         self._steps = 0  # number of steps since the snapshot
         self._expectations: dict[tuple[int, int], float] = {}  # accepted tokens by (level, requested tokens)
@@ -473,16 +474,32 @@ class SpeculationController:
 
     def decide(self, drafts: DraftValue, limit: int, sessions: int, now: float) -> DraftingDecision:
         """Returns the request for the next block, of at most `limit` tokens, for one of `sessions` sessions."""
+        self._forget_absent_drafters(drafts.is_attached, now)
         speculates = self._kill_switch.is_on(sessions)
         load = self.load
         if self._steps >= REFRESH_STEPS or sessions != load.sessions or speculates != load.speculates:
             self._refresh(sessions, speculates)
         if drafts.was_requested:
             self._hits = blend(self._hits, drafts.has_hit, REPLICA_MEMORY)
-        decision = self._policy.decide(drafts, min(limit, MAX_POSITIONS), self.load, now)
+        decision = self._policy.decide(drafts, limit, self.load, now)
         drafts.was_requested = decision.tokens > 0
         self.chosen[decision.tokens] += 1
         return decision
+
+    def _forget_absent_drafters(self, is_attached: bool, now: float) -> None:
+        """Forgets acceptance and delays after a long time without drafters.
+
+        Only a request lets an empty draft pool grow, and no measurement could correct bad estimates.
+        """
+        if is_attached:
+            self._undrafted_since = None
+        elif self._undrafted_since is None:
+            self._undrafted_since = now
+        elif now - self._undrafted_since > FORGET_AFTER_S:
+            self._undrafted_since = now
+            self._rates = NodeRates()
+            self._delay = Pairs()
+            self._steps = REFRESH_STEPS
 
     def _expected(self, drafts: DraftValue, requested: int) -> float:
         """Returns the number of accepted tokens of a block of `requested` tokens that the estimates predict."""

@@ -97,7 +97,7 @@ class Pairs:
         return max(0.0, self.y - slope * self.x) / self.weight + slope * x if self.weight else 0.0
 
 
-MAX_POSITIONS = 16  # maximum number of nodes counted per block, and maximum requested length
+MAX_POSITIONS = 16  # maximum number of nodes with an estimate, and so the longest draft that is worth a request
 REPLICA_MEMORY = 0.04  # weight of the latest block of any session
 FIRST_CHANCE = 0.5  # acceptance rate of each node, given the previous one, before the first block
 PRIOR_BLOCKS = 3.0  # weight of FIRST_CHANCE, in blocks
@@ -152,8 +152,8 @@ class DraftValue:
     accepted: int = 0  # accepted tokens of the latest round
     has_hit: bool = False  # True if the next block had already arrived at the latest verdict
     is_attached: bool = False  # True if a drafter has attached
-    is_reading: bool = False  # True if a probe is due after the drafter's first answer
-    is_probed: bool = False  # True if the latest request was a probe
+    awaits_first_answer: bool = False  # True if a probe is due after the drafter's first answer
+    probe_in_flight: bool = False  # True if the latest request was a probe
     was_requested: bool = False  # True if the latest verdict came with a request
 
     @property

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.speculation.controller import Adaptive, SpeculationController, StepShape
+from cluster.speculation.controller import Adaptive, ReferenceLoop, SpeculationController, StepShape
 from cluster.speculation.estimators import DraftValue
 from tests.unit.cluster.speculation.samples import drafting
 
@@ -144,3 +144,32 @@ def test_a_newer_draft_is_tried_at_once_though_its_predecessor_lost():
     assert not pacer.decide(drafting(), 4, 4, now_s).tokens
     pacer.draft_attached(2)
     assert pacer.decide(drafting(), 4, 4, now_s).tokens
+
+
+def test_drafts_are_requested_again_long_after_bad_drafters_have_left():
+    """Otherwise, an empty draft pool would stay empty."""
+    pacer = a_pacer()
+    rounds(pacer, drafting(), False, 400)
+    began = next(CLOCK)
+    assert not pacer.decide(DraftValue(), 4, 1, began).tokens
+    assert not pacer.decide(DraftValue(), 4, 1, began + 100).tokens
+    assert pacer.decide(DraftValue(), 4, 1, began + 1000).tokens
+
+
+def test_estimates_of_drafters_outlast_times_without_sessions():
+    pacer = a_pacer()
+    rounds(pacer, drafting(), False, 400)
+    now = next(CLOCK)
+    for _ in range(10):
+        assert not pacer.decide(DraftValue(), 4, 1, now).tokens
+        pacer.decide(drafting(), 4, 1, now)
+        now += 1000
+
+
+@pytest.mark.parametrize(("policy", "tokens"), [(ReferenceLoop(), 24), (Adaptive(), 16)], ids=["lock step", "adaptive"])
+def test_long_drafts_are_requested_as_the_schedule_allows(policy, tokens):
+    pacer = SpeculationController(policy, profile=None)
+    drafts = drafting()
+    for _ in range(100):
+        pacer.block_verified(drafts, 16, 24, 16, range(16))
+    assert pacer.decide(drafts, 24, 2, next(CLOCK)).tokens == tokens
