@@ -1,4 +1,4 @@
-# The README's two commands are `make demo` and `make test`; both install what they need.
+# `make demo` and `make test` install what they need; CONTRIBUTING.md lists further commands.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -65,7 +65,7 @@ test-gpu: setup
 # The Triton kernel in Triton's interpreter, and compiled for several GPUs; needs no GPU. Skipped if the wheel is not
 # available.
 test-triton: setup .triton/.complete
-	@test -d .triton/triton || { echo 'skipped: triton is not to be had here'; exit 0; } \
+	@test -d .triton/triton || { echo 'skipped: triton cannot be installed here'; exit 0; } \
 		&& PYTHONPATH=.triton TRITON_INTERPRET=1 $(BIN)/pytest tests/unit/actors/attention \
 			tests/unit/actors/engine/test_static_step.py tests/unit/actors/engine/test_invariance.py \
 			tests/unit/actors/drafters/test_static_chain.py -rs --numprocesses 2 --dist worksteal \
@@ -85,7 +85,7 @@ test-browser: models
 test-hostile: models
 	$(BIN)/pytest tests/hostile -s -rs --timeout 3600
 
-# Screenshots of the live page under load, for README.md and docs, with the demo's models.
+# Screenshots of the live page under load for the docs, with the demo's models.
 page-pictures: models
 	$(BIN)/pytest tests/browser/test_under_load.py -rs --pictures docs/images
 
@@ -103,7 +103,7 @@ test-clients: setup .clients/.complete
 # vLLM as a target's engine, in a virtual environment of its own; skipped if its wheel is not available. vLLM keeps
 # state in its process, so each test file runs in its own process.
 test-vllm: .venv-vllm/.complete
-	@test -x .venv-vllm/bin/pytest || { echo 'skipped: the packages of constraints-vllm.txt are not to be had here'; exit 0; } \
+	@test -x .venv-vllm/bin/pytest || { echo 'skipped: the packages in constraints-vllm.txt cannot be installed here'; exit 0; } \
 		&& for file in tests/vllm/test_*.py; do .venv-vllm/bin/pytest $$file -rs --timeout 1800 || exit 1; done \
 		&& for part in core decisions plain states heads adapters; do PYTHONPATH=.venv-vllm/triton TRITON_INTERPRET=1 .venv-vllm/bin/pytest \
 			tests/vllm/test_$$part.py -rs --timeout 1800 || exit 1; done

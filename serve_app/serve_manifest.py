@@ -39,7 +39,7 @@ def shared_config(config: SlipstreamConfig) -> Json:
 
     Includes the drafting method if it reads hidden states, which targets send, and the log format.
     """
-    given = config.given(server=set(ServerConfig.model_fields) - {"log_format"})
+    given = config.given(server=set(ServerConfig.model_fields) - {"log_format"}, kubernetes=True)
     for section in (given, *given.get("models", {}).values()):
         target = section.get("target", {})
         if target.pop("replicas", None) is not None and target.get("engine") == "mixed":

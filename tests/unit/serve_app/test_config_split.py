@@ -74,6 +74,7 @@ def named(given: object) -> str:
         ({"server": {"routers": 3}}, NOBODY, NOBODY),
         ({"server": {"keys": {"two": {"sha256": 64 * "1"}}}}, {"Router"}, NOBODY),
         ({"server": {"log_format": "json"}}, POOLS, NOBODY),
+        ({"kubernetes": {"image": "a:2"}}, NOBODY, NOBODY),
         ({"draft": {"model": "owner/other"}}, {"Drafter"}, NOBODY),
         ({"draft": {"prompt": "template"}}, {"Drafter", "Router"}, NOBODY),
         ({"draft": {"draft_model": {"quantization": "int8"}}}, {"Drafter"}, NOBODY),
