@@ -45,6 +45,7 @@ from actors.models.weights import (
     indexed_files,
     mismatch,
     report,
+    samples,
     stored_tensors,
 )
 from cluster.errors import ModelError
@@ -137,9 +138,9 @@ def is_snapshot(folder: Path) -> bool:
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """Hashes the commit of a Hugging Face snapshot; otherwise config, safetensors headers and the first weights.
+    """Hashes the commit of a Hugging Face snapshot; otherwise config, safetensors headers and each tensor's start.
 
-    For a snapshot, weights need not exist.
+    Fine-tunes often change only some tensors, so every tensor counts. For a snapshot, weights need not exist.
     """
     digest = hashlib.blake2b(digest_size=16)
     if is_snapshot(folder):
@@ -152,9 +153,8 @@ def checkpoint_fingerprint(folder: Path) -> str:
     if not files:
         check_has_weights(folder)
     for path in files:
-        with path.open("rb") as file:
-            digest.update(file.read(int.from_bytes(file.read(8), "little")))
-            digest.update(file.read(4096))  # first bytes of the weights, to distinguish fine-tunes
+        for part in samples(path):
+            digest.update(part)
     return digest.hexdigest()
 
 

@@ -3,6 +3,7 @@
 A checkpoint must store each parameter once, or a parameter tied to it, and nothing else.
 """
 
+import json
 import re
 import resource
 import sys
@@ -43,6 +44,7 @@ SHOWN_AFTER_S = 2.0  # seconds before a progress bar appears
 LOG_PERIOD_S = 10.0  # seconds between log lines where there is no bar
 GB = 10**9
 READERS = 8  # threads; more than cores, since uncached files keep a reader waiting
+SAMPLE_BYTES = 4096  # of each tensor in a fingerprint
 RUN_BYTES = 8 << 20  # of neighboring tensors that a reader maps together, since each mapping reads the file's header
 UNREAD_TENSORS = (
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # in old checkpoints; determined by the config
@@ -542,6 +544,19 @@ def _header(path: Path) -> dict[str, Stored]:
     """Returns the tensors in a file's header, in the file's order."""
     with _opened(path) as shard:
         return {key: Stored(path, tuple(shard.get_slice(key).get_shape()), key) for key in list(shard.offset_keys())}
+
+
+def samples(path: Path) -> Iterator[bytes]:
+    """Yields a file's header, then the first bytes of each tensor."""
+    with _opened(path), path.open("rb") as file:  # the first checks the header
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        yield header
+        data = file.tell()
+        for name, tensor in json.loads(header).items():
+            if name != "__metadata__":
+                start, end = tensor["data_offsets"]
+                file.seek(data + start)
+                yield file.read(min(SAMPLE_BYTES, end - start))
 
 
 @contextmanager

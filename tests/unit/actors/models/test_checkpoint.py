@@ -429,6 +429,17 @@ def test_a_fingerprint_distinguishes_checkpoints_and_survives_a_copy(tmp_path):
     assert checkpoint_fingerprint(configured(first, transformers_version="99")) == before
 
 
+def test_a_fingerprint_changes_with_each_tensor(tmp_path):
+    """A merged LoRA adapter leaves embeddings and norms unchanged."""
+    folder = a_checkpoint(tmp_path, hidden_size=64)
+    tensors = load_file(folder / "model.safetensors")
+    found = {checkpoint_fingerprint(folder)}
+    for name in tensors:
+        save_file(tensors | {name: tensors[name] + 1}, folder / "model.safetensors", {"format": "pt"})
+        found.add(checkpoint_fingerprint(folder))
+    assert len(found) == 1 + len(tensors)
+
+
 def test_a_checkpoint_without_safetensors_is_refused(tmp_path):
     a_config().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="safetensors"):
