@@ -317,7 +317,7 @@ def _head(config: SlipstreamConfig, image: str) -> Json:
     }
     return {
         # Run no replica on the head, so that losing it ends no session.
-        "rayStartParams": {"num-cpus": "0"},
+        "rayStartParams": {"num-cpus": "0", "object-store-memory": str(OBJECT_STORE_BYTES)},
         "template": template(container("ray-head", image, pods, HEAD_PORTS, env), pods, []),
     }
 

@@ -244,7 +244,7 @@ class TestKubeRay:
             assert (env["HF_HOME"], env["HF_HUB_OFFLINE"]) == ("/models", "1")
 
     def test_shared_memory_fits_the_memory_and_the_object_store(self, service: Json) -> None:
-        for group in worker_group_specs(service):
+        for group in [service["spec"]["rayClusterConfig"]["headGroupSpec"], *worker_group_specs(service)]:
             pod = group["template"]["spec"]
             (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "shared-memory"]
             shared = in_bytes(volume["emptyDir"]["sizeLimit"])
