@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from cluster.config import SlipstreamConfig
+from cluster.config import DraftPool, SlipstreamConfig
 from cluster.config_sections import PodOptions
 from cluster.errors import ConfigError
 from cluster.placement import pools, resources_key, resources_of
@@ -187,8 +187,29 @@ def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
             "a draft has the section learning, but pods have no writable volume for its examples and versions; leave it"
             " out, and train drafts outside the cluster"
         )
+    for key, name in _checkpoints(config):
+        path = PurePosixPath(name)
+        if path.is_absolute() and not path.is_relative_to(MODELS):
+            yield (
+                f"{key} is {name}, but pods mount only the volume at {MODELS}; use a Hugging Face id, or copy the"
+                f" folder to the volume and use {MODELS}/{path.name}"
+            )
     if config.server.port != HTTP_PORT:
         yield f"server.port is {config.server.port}, expected {HTTP_PORT}, the port of KubeRay's probes; leave it out"
+
+
+def _checkpoints(config: SlipstreamConfig) -> Iterable[tuple[str, str]]:
+    """Yields the configuration key of each checkpoint, with its Hugging Face id or folder."""
+    models = {f"models.{name}.": (one.model, one.target) for name, one in config.models.items()}
+    for prefix, (model, target) in (models or {"": (config.model, config.target)}).items():
+        yield f"{prefix}model.target", model.target
+        for name, adapter in target.adapters.items():
+            yield f"{prefix}target.adapters.{name}", adapter
+    for section, pool in pools(config).items():
+        if isinstance(pool, DraftPool):
+            for key, checkpoint in (("model", pool.model), ("tokenizer", pool.tokenizer)):
+                if checkpoint is not None:
+                    yield f"{section}.{key}", checkpoint
 
 
 def _pool_faults(config: SlipstreamConfig) -> Iterable[str]:

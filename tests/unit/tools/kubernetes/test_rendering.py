@@ -233,6 +233,28 @@ def test_models_on_the_volume_are_not_downloaded() -> None:
     assert "kind: Job" not in rendered(local, "c.yaml")["models.yaml"]
 
 
+def test_folders_outside_the_volume_are_refused() -> None:
+    vllm = {"engine": "vllm", "vllm": {"enable_lora": True}, "cache_per_rank": {"gib": 1}}
+    found = faults(
+        model={"target": "/home/me/mine"},
+        target={**vllm, "adapters": {"a": "/models-old/a", "b": "some/adapter", "c": "/models/c"}},
+        draft={"model": "/home/me/draft", "tokenizer": "/home/me/words", "method": "draft_model"},
+    )
+    keys = ["model.target", "target.adapters.a", "draft.model", "draft.tokenizer"]
+    assert [fault.split()[0] for fault in found] == keys
+    assert "model.target is /home/me/mine, but pods mount only the volume at /models" in found[0]
+    assert "copy the folder to the volume and use /models/mine" in found[0]
+
+
+def test_folders_of_several_models_are_refused_by_their_own_keys() -> None:
+    models = {"a": {"model": {"target": "/a"}}, "b": {"model": {"target": "/models/b"}, "draft": "fast"}}
+    shared = {name: PLAIN[name] for name in ("draft", "trust", "server", "kubernetes")}
+    with pytest.raises(ConfigError) as error:
+        check(validated({"models": models, "drafts": {"fast": {"model": "/fast"}}, **shared}))
+    keys = [line.split()[0] for line in str(error.value).splitlines()[1:]]
+    assert keys == ["models.a.model.target", "drafts.fast.model"]
+
+
 def test_a_tokenizer_is_downloaded_without_the_weights_of_its_model() -> None:
     """Offline, the pods look for the files that match `DESCRIPTION`."""
     other = config(draft={"model": "/models/draft", "tokenizer": "a/tokenizer", "method": "draft_model"})
