@@ -64,9 +64,9 @@ class MeasuredTarget:
         self._folder = local_folder(model.target)
         self._device = device_of(resources)
         self._model = load_model(self._folder, model.dtype, self._device)
-        self._decoder = decoder_for(self._model.eval())
+        self._decoder = decoder_for(self._model.eval(), context=context)
         self._pages = -(-context // PAGE_SIZE)
-        self._runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder)
+        self._runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder, context=context)
         self._stops = end_ids(self._folder)
         self._vocabulary = vocabulary(self._folder)
         self._steps: list[float] = []  # durations of one-token steps, in seconds
@@ -152,7 +152,9 @@ class MeasuredTarget:
             return [b""] * len(texts)
         kept = replace(spec, is_kept=True)  # keep the states of whole texts until the end
         capture = StateCapture(kept, self._pages, PAGE_SIZE, self._device, spec.projection_on(self._device))
-        runner = ModelRunner(self._model, self._pages, PAGE_SIZE, decoder=self._decoder, capture=capture)
+        runner = ModelRunner(
+            self._model, self._pages, PAGE_SIZE, decoder=self._decoder, capture=capture, context=self._context
+        )
         return [self._captured(runner, text.tokens[:-1]) for text in texts]
 
     def _captured(self, runner: ModelRunner, tokens: tuple[int, ...]) -> bytes:

@@ -1,5 +1,6 @@
 """Evaluation of a recorded text gives the same results as lock step, and correct metrics of the offered drafts."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,21 @@ def test_a_head_drafts_wherever_states_exist(name: str, target: MeasuredTarget) 
 def test_a_prompt_that_is_too_long_is_refused(target: MeasuredTarget) -> None:
     with pytest.raises(ConfigError, match="prompt 3 has 100 tokens, and 40 are to follow, expected at most 128"):
         target.generation(3, (1,) * 100, TOKENS, 0.0, 1)
+
+
+@torch.inference_mode()
+def test_a_longrope_target_has_the_factors_of_its_longest_session(tmp_path: Path) -> None:
+    """transformers uses these factors for a text beyond the original length."""
+    folder = a_target(tmp_path / "target")
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 8.0, "rope_theta": 10000.0}
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "longrope", "original_max_position_embeddings": 8, **factors}
+    (folder / "config.json").write_text(json.dumps(config))
+    target = MeasuredTarget(ModelConfig(target=str(folder), dtype="float32", max_context=64), Resources(), 64)
+    text = target.decode(target.generation(0, target.prompt(PROMPTS[0]), TOKENS, 0.0, LONGEST))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    best = model(torch.tensor([text.tokens[:-1]])).logits[0].argmax(-1).tolist()
+    assert text.tokens[text.open.prompt_len :] == tuple(best[text.open.prompt_len - 1 :])
 
 
 # ---------------------------------------------------------------- metrics
