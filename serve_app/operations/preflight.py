@@ -131,7 +131,7 @@ def check_target_files(config: SlipstreamConfig, target: Path, *, with_weights: 
     if config.target.engine != "vllm":
         check_files(target, is_whole)
     elif is_whole:
-        checkpoint_fingerprint(target)  # reads headers only, because vLLM quantizes and fuses weights itself
+        checkpoint_fingerprint(target)  # does not check shapes, because vLLM quantizes and fuses weights itself
     for name, adapter in config.target.adapters.items():
         folder = Path(adapter).expanduser()
         if folder.is_dir() and not (folder / ADAPTER_CONFIG).is_file():
