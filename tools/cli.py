@@ -70,7 +70,7 @@ def bench(
         str | None, typer.Option(help="With --rate: measure this running endpoint instead of CONFIG.")
     ] = None,
     key: ApiKey = None,
-    port: Port = 0,
+    port: Port = None,
     overrides: Overrides = None,
     address: Address = None,
     verbose: Verbose = False,
@@ -86,6 +86,8 @@ def bench(
     if url is not None:
         measure_rates(url, key, plan, rate or [], requests, console, *paths)
         return
+    if port is None and address is None:
+        port = 0  # a local server of its own needs no fixed port
     config = load_demo(overrides, port, console) if config_path is None else load_single(config_path, overrides, port)
     check_models_of(config, console, with_weights=address is None)
     from serve_app.operations.checks import on_loopback

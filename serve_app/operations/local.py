@@ -6,8 +6,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import ray
@@ -20,7 +21,7 @@ from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError
 from serve_app.api.proxy_errors import PROXY_ENVIRONMENT
 from serve_app.operations.checks import check_fit, check_keys, check_resources, demand
-from serve_app.operations.deploying import StartError, deploy, withdraw
+from serve_app.operations.deploying import StartError, deploy, is_running, serve_details, withdraw
 from serve_app.operations.ray_cluster import (
     ClusterError,
     alive_nodes,
@@ -29,7 +30,7 @@ from serve_app.operations.ray_cluster import (
     deployed,
     disconnect,
 )
-from serve_app.serve_manifest import APPLICATION, ROUTER_SHUTDOWN_S
+from serve_app.serve_manifest import APPLICATION, ROUTER_SHUTDOWN_S, http_options
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +46,14 @@ def serving(
 ) -> Iterator[str]:
     """Yields the base URL once requests are answered. SIGTERM, like Ctrl-C, raises KeyboardInterrupt in the block.
 
-    On exit, stops everything after up to `server.drain_s` for running requests.
+    On exit, stops everything after up to `server.drain_s` for running requests. Raises ConfigError if the cluster at
+    `address` already runs a deployment.
     """
     check_keys(config.server)
-    host = config.server.host
-    port = config.server.port
-    if address is None:
-        port = checked_port(host, port)
-    url = base_url("127.0.0.1" if host == "0.0.0.0" else host, port)
+    options = _proxy_options(config, address)
     with console.status("Starting") as status, _cluster(config, address, status, verbose):
-        options = {"host": host, "port": port, "keep_alive_timeout_s": config.server.keep_alive_s}
         serve.start(proxy_location="HeadOnly", http_options=options)
+        url = _local_url(serve_details()["http_options"])  # a running Serve keeps its address
         try:
             status.update("Loading the models")
             deploy(config, APPLICATION)
@@ -70,6 +68,21 @@ def serving(
         finally:
             status.update("Stopping")
             withdraw(APPLICATION)
+
+
+def _proxy_options(config: SlipstreamConfig, address: str | None) -> dict[str, Any]:
+    """Returns the options of Serve's proxies; only a local cluster may use any free port."""
+    if address is not None:
+        return http_options(config)
+    server = config.server
+    listening = server.model_copy(update={"port": checked_port(server.host, server.port)})
+    return http_options(config.model_copy(update={"server": listening}))
+
+
+def _local_url(options: Mapping[str, Any]) -> str:
+    """Returns the URL of Serve's proxy on this machine."""
+    host: str = options["host"]
+    return base_url("127.0.0.1" if host == "0.0.0.0" else host, options["port"])
 
 
 @contextmanager
@@ -121,7 +134,18 @@ def _connect_ray(config: SlipstreamConfig, address: str, level: int, verbose: bo
         ray.init(address=address, logging_level=level, log_to_driver=verbose)
     except ConnectionError as error:
         raise StartError(f"there is no Ray cluster at {address}: {error}") from error
+    _check_not_deployed(address)
     check_fit(config, alive_nodes())
+
+
+def _check_not_deployed(address: str) -> None:
+    """Raises ConfigError if the cluster already runs the application, which would be replaced and then removed."""
+    if is_running() and APPLICATION in serve_details()["applications"]:
+        raise ConfigError(
+            f"{APPLICATION} is already deployed on the Ray cluster at '{address}'; remove it with `slipstream down`,"
+            " measure it with `slipstream bench --url URL --rate 1`, or leave out --address and RAY_ADDRESS to start a"
+            " local cluster"
+        )
 
 
 def wait_until_ready(url: str) -> None:

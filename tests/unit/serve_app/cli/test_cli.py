@@ -11,7 +11,10 @@ import ray
 from typer.testing import CliRunner
 
 from cluster.config import SlipstreamConfig
+from cluster.errors import ConfigError
 from serve_app.demo_data import CONFIG
+from serve_app.operations import local
+from tools import cli
 from tools.cli import app, main
 
 VALID = "model: {target: some/model}\ndraft: {method: ngram}\n"
@@ -100,6 +103,24 @@ def test_missing_prompts_are_refused_before_startup(
 ) -> None:
     assert run_main(monkeypatch, "bench", config_file, "--prompts", "nowhere.jsonl") == 2
     assert "cannot read prompts nowhere.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("address", "port"), [([], 0), (["--address", "auto"], 8000)])
+def test_bench_uses_a_free_port_only_on_a_cluster_of_its_own(
+    address: list[str], port: int, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of an existing cluster would choose different free ports."""
+    ports: list[int] = []
+
+    def refuse(config: SlipstreamConfig, *_: object, **__: object) -> None:
+        ports.append(config.server.port)
+        raise ConfigError("nothing is served")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cli, "check_models_of", lambda *_, **__: [])
+    monkeypatch.setattr(local, "serving", refuse)
+    assert run_main(monkeypatch, "bench", config_file, *address) == 2
+    assert ports == [port]
 
 
 def test_an_unknown_option_is_a_usage_error(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
