@@ -8,28 +8,43 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.config import AdminConfig, DraftPool, Replicas, ServerConfig, SlipstreamConfig, TargetPool
+from cluster.config import AdminConfig, DraftPool, Replicas, Resources, ServerConfig, SlipstreamConfig, TargetPool
 from cluster.errors import ConfigError
-from cluster.placement import pools, replica_resources, resources_key, resources_of
+from cluster.placement import pools, rank_bundle, replica_resources, resources_key, resources_of
 from cluster.trust import is_loopback
+from serve_app.serve_manifest import with_default_routers
 
 ROUTER_CPUS = 0.1
 A_TARGET = "a target replica"
 A_DRAFTER = "a drafter"
+A_TRAINER = "a trainer"
 A_ROUTER = "a router"
 
 
 def demand(config: SlipstreamConfig, size: Callable[[Replicas], int]) -> dict[str, float]:
-    """Returns the total resources of all pools; `size` picks a size from a pool's bounds."""
+    """Returns the total resources of all processes; `size` picks a size from a pool's bounds."""
     total: Counter[str] = Counter()
     for pool in pools(config).values():
         total.update({name: amount * size(pool.replicas) for name, amount in replica_resources(pool).items()})
+    for resources in _trainers(config).values():
+        total.update(rank_bundle(resources))
     return {**total, "CPU": total["CPU"] + ROUTER_CPUS * config.server.routers}
 
 
+def _trainers(config: SlipstreamConfig) -> dict[str, Resources]:
+    """Returns the resources of each trainer, by configuration section; only one model uses a pool that learns."""
+    return {
+        f"{section}.learning.resources": pool.learning.resources
+        for section, pool in pools(config).items()
+        if isinstance(pool, DraftPool) and pool.learning is not None
+    }
+
+
 def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> None:
-    """Raises ConfigError if a local cluster, which cannot grow, lacks the pools' resources or labels."""
+    """Raises ConfigError if a local cluster, which cannot grow, lacks the configured resources or labels."""
     fix = "lower these requirements, or set --address to a cluster that meets them"
+    own = {f"{name}.{resources_key(pool)}": resources_of(pool) for name, pool in pools(config).items()}
+    sections = own | _trainers(config)
     needed = demand(config, lambda replicas: replicas.min)
     missing = [
         f"{amount:g} {name} (available: {offered.get(name, 0):g})"
@@ -37,9 +52,8 @@ def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> N
         if amount > offered.get(name, 0)
     ]
     if missing:
-        sections = " and ".join(f"{name}.{resources_key(pool)}" for name, pool in pools(config).items())
-        raise ConfigError(f"{sections} need {', '.join(missing)}; {fix}")
-    if any(resources_of(pool).labels for pool in pools(config).values()):
+        raise ConfigError(f"{' and '.join(sections)} need {', '.join(missing)}; {fix}")
+    if any(resources.labels for resources in sections.values()):
         raise ConfigError(f"resources.labels: a local cluster has no labels; {fix}")
 
 
@@ -101,9 +115,13 @@ class ReplicaNeed:
 
 
 def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
-    """Returns the needs of targets, drafters and routers, in this order."""
+    """Returns the needs of targets, drafters, trainers and routers, in this order."""
     return (
         *(_pool_need(section, pool) for section, pool in pools(config).items()),
+        *(
+            ReplicaNeed(A_TRAINER, section, rank_bundle(resources), resources.labels, 1)
+            for section, resources in _trainers(config).items()
+        ),
         ReplicaNeed(A_ROUTER, "server.routers", {"CPU": ROUTER_CPUS}, {}, config.server.routers),
     )
 
@@ -136,8 +154,12 @@ def copies_that_fit(offered: Mapping[str, float], needed: Mapping[str, float]) -
 
 
 def unmet_needs(config: SlipstreamConfig, nodes: Sequence[Node]) -> list[str]:
-    """Returns one line per pool whose minimum size does not fit: the missing and existing resources, and the fix."""
-    replica_needs = needs(config)
+    """Returns one line per pool whose minimum size does not fit: the missing and existing resources, and the fix.
+
+    Counts the routers that `deploy` starts by default on a cluster of this size.
+    """
+    cpus = sum(node.resources.get("CPU", 0.0) for node in nodes)
+    replica_needs = needs(with_default_routers(config, cpus))
     if alone := [line for need in replica_needs if (line := _unmet_need(need, nodes)) is not None]:
         return alone
     for labels in ({}, *(need.labels for need in replica_needs)):

@@ -78,6 +78,25 @@ def test_an_empty_draft_pool_must_have_room_for_its_first_drafter() -> None:
     assert line.startswith("draft.resources: a drafter needs")
 
 
+def test_a_trainer_needs_its_resources_beside_the_pools() -> None:
+    learning = {"folder": "/learning", "resources": {"num_cpus": 4}}
+    pools = config(draft={"model": "d", "learning": learning})
+    (line,) = unmet_needs(pools, [node("1", {"CPU": 3.0})])
+    assert line.startswith("draft.learning.resources: a trainer needs 4 CPU on one node")
+    (line,) = unmet_needs(pools, [node("1", {"CPU": 5.0})])
+    assert line.startswith("the pools at their minimum size need 6.2 CPU together")
+    assert unmet_needs(pools, [node("1", {"CPU": 6.2})]) == []
+
+
+def test_default_routers_are_counted() -> None:
+    """A cluster of 16 CPUs starts two routers."""
+    draft = {"method": "ngram", "resources": {"num_cpus": 0.75}}
+    pools = {"target": {"resources_per_rank": {"num_cpus": 15}}, "draft": draft}
+    (line,) = unmet_needs(config(**pools), [node("1", {"CPU": 16.0})])
+    assert line.startswith("the pools at their minimum size need 16.05 CPU together")
+    assert unmet_needs(config(**pools, server={"routers": 1}), [node("1", {"CPU": 16.0})]) == []
+
+
 @pytest.mark.parametrize(("gpus", "fits"), [(0.25, 4), (0.3, 3), (1.0, 1)])
 def test_fractions_of_a_gpu_are_counted_without_rounding_errors(gpus: float, fits: int) -> None:
     assert copies_that_fit({"GPU": 1.0}, {"GPU": gpus}) == fits
