@@ -72,9 +72,14 @@ def last_error(message: str) -> tuple[str, str] | None:
 
 
 def withdraw(name: str) -> None:
-    """Removes the application permanently: a restarted controller does not restore it."""
-    serve.delete(name)
-    _apply(_others(name))
+    """Removes the application permanently: a restarted controller does not restore it.
+
+    Waits until its replicas have drained; Serve kills those that exceed their drain time.
+    """
+    _apply(_others(name))  # before the wait, which may be interrupted
+    serve.delete(name, _blocking=False)
+    while name in serve.status().applications:
+        time.sleep(POLL_S)
 
 
 def application_schema(config: SlipstreamConfig, name: str, route_prefix: str) -> ServeApplicationSchema:

@@ -125,8 +125,16 @@ def recordings(application: str) -> list[Actor]:
 
 def _ask_all(application: str, method: str, *kinds: str) -> list[Any]:
     """Calls a method of all replicas of the given kinds of deployment, such as all target pools."""
-    names = [name for name in serve.status().applications[application].deployments if kind_of(name) in kinds]
-    return [answer for name in names for answer in broadcast(deployed(name, application), method)]
+    overview = serve.status().applications.get(application)
+    if overview is None:
+        raise ClusterError(f"no {application} is deployed on the Ray cluster; deploy it with `slipstream up`")
+    names = [name for name in overview.deployments if kind_of(name) in kinds]
+    try:
+        return [answer for name in names for answer in broadcast(deployed(name, application), method)]
+    except TimeoutError as error:
+        raise ClusterError(
+            f"a replica of {application} did not answer within {ANSWER_S:.0f} s; try again when it is less busy"
+        ) from error
 
 
 HOPS = ("send", "return")  # spans that cover the transport of a message

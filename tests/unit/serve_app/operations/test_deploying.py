@@ -1,10 +1,17 @@
 """Tests Serve's input for a configuration, and errors extracted from messages about failed starts."""
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import validated
 from cluster.errors import ConfigError, ModelError
-from serve_app.operations.deploying import application_schema, check_start, start_failure
+from serve_app.operations import deploying
+from serve_app.operations.deploying import application_schema, check_start, start_failure, withdraw
 
 
 def test_the_autoscaling_policy_sees_both_pools() -> None:
@@ -69,3 +76,38 @@ def test_transient_failures_are_left_to_serves_retries() -> None:
 )
 def test_a_start_that_serve_abandons_ends_with_the_cause(messages: dict[str, str], cause: str) -> None:
     assert str(start_failure(messages)) == f"the application did not start: {cause}"
+
+
+class SlowServe:
+    """Fake Serve with one application, whose deletion takes longer than Serve's own wait."""
+
+    def __init__(self) -> None:
+        self.declared = {"slipstream"}
+        self.deleted: set[str] = set()
+        self.polls_left = 3
+
+    def get_serve_details(self) -> dict[str, Any]:
+        schema = {"name": "slipstream", "import_path": "serve_app.app:build"}
+        return {"applications": {"slipstream": {"deployed_app_config": schema}}}
+
+    def deploy_apps(self, config: ServeDeploySchema) -> None:
+        self.declared = {one.name for one in config.applications}
+
+    def delete(self, name: str, _blocking: bool = True) -> None:
+        self.deleted.add(name)
+        if _blocking:
+            raise TimeoutError
+
+    def status(self) -> SimpleNamespace:
+        self.polls_left -= 1
+        return SimpleNamespace(applications={"slipstream": None} if self.polls_left else {})
+
+
+def test_a_slow_removal_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowServe()
+    monkeypatch.setattr(deploying, "_get_global_client", lambda: slow)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(serve, "delete", slow.delete)
+    monkeypatch.setattr(serve, "status", slow.status)
+    withdraw("slipstream")
+    assert (slow.declared, slow.deleted, slow.polls_left) == (set(), {"slipstream"}, 0)

@@ -1,9 +1,14 @@
-"""Tests disconnecting from a Ray cluster."""
+"""Tests disconnecting from a Ray cluster, and errors from replicas that do not answer."""
+
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import ray
+from ray import serve
 
 from serve_app.operations import ray_cluster
+from serve_app.operations.ray_cluster import ClusterError, recordings
 
 
 class Client:
@@ -43,3 +48,27 @@ def test_serve_is_not_queried_without_a_cluster(done: list[str], monkeypatch: py
     monkeypatch.setattr(ray_cluster, "_get_global_client", pytest.fail)
     ray_cluster.disconnect()
     assert done == ["ray"]
+
+
+def test_recordings_of_an_absent_deployment_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
+    with pytest.raises(ClusterError, match=r"no slipstream is deployed .*; deploy it with `slipstream up`"):
+        recordings("slipstream")
+
+
+class SlowHandle:
+    """Fake handle to a deployment whose replicas do not answer in time."""
+
+    def broadcast(self, method: str) -> "SlowHandle":
+        return self
+
+    def results(self, timeout_s: float) -> NoReturn:
+        raise TimeoutError
+
+
+def test_recordings_of_a_slow_replica_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = SimpleNamespace(deployments={"Target": None})
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"slipstream": running}))
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: SlowHandle())
+    with pytest.raises(ClusterError, match=r"slipstream did not answer within 20 s; try again"):
+        recordings("slipstream")
