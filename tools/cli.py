@@ -23,6 +23,7 @@ from serve_app.cli.main import (
     load_demo,
     load_single,
     main,
+    writable_path,
 )
 from tools.drafts.command import drafts_app
 from tools.kubernetes.rendering import k8s_app
@@ -52,10 +53,12 @@ def bench(
         typer.Option(help="Prompts from a data set: JSON lines of prompts or messages, or ShareGPT."),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write all measurements to this file.")
+        Path | None,
+        typer.Option("--json", metavar="OUT", callback=writable_path, help="Write all measurements to this file."),
     ] = None,
     html_path: Annotated[
-        Path | None, typer.Option("--html", metavar="OUT", help="Write a report with charts to this file.")
+        Path | None,
+        typer.Option("--html", metavar="OUT", callback=writable_path, help="Write a report with charts to this file."),
     ] = None,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Concurrent requests; repeatable.")] = None,
     rate: Annotated[
@@ -103,9 +106,15 @@ def bench(
 
 @app.command()
 def trace(
-    json_path: Annotated[Path, typer.Argument(metavar="OUT", help="Chrome trace; open it at https://ui.perfetto.dev.")],
+    json_path: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", callback=writable_path, help="Chrome trace; open it at https://ui.perfetto.dev."),
+    ],
     picture_path: Annotated[
-        Path | None, typer.Option("--gantt", metavar="OUT", help="Write an SVG chart of a window to this file.")
+        Path | None,
+        typer.Option(
+            "--gantt", metavar="OUT", callback=writable_path, help="Write an SVG chart of a window to this file."
+        ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.001, help="Length of the window.")] = 1.0,
     ends_before: Annotated[float, typer.Option(min=0, help="Seconds from the window's end to the latest span.")] = 0.0,

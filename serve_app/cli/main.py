@@ -57,6 +57,13 @@ RayAddress = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the logs of Ray and of every process.")]
 
 
+def writable_path(path: Path | None) -> Path | None:
+    """Returns the path of an output option. Raises ConfigError before any work if its folder does not exist."""
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}; create it, or choose another path")
+    return path
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"slipstream {metadata.version(DISTRIBUTION)}")
@@ -195,7 +202,10 @@ def status(
     costs_path: Annotated[
         Path | None,
         typer.Option(
-            "--costs", metavar="OUT", help="Write the measured costs to this file, for `slipstream plan --costs`."
+            "--costs",
+            metavar="OUT",
+            callback=writable_path,
+            help="Write the measured costs to this file, for `slipstream plan --costs`.",
         ),
     ] = None,
     watching: Annotated[

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster.errors import ConfigError, ModelError
+from serve_app.cli.main import load_single, writable_path
 from tools.drafts.headers import DraftFacts, StatesRead
 from tools.drafts.inspection import DraftInspection
 
@@ -83,11 +84,15 @@ def measure(
     nodes: Annotated[
         list[int] | None, typer.Option(min=1, max=64, help="Nodes per tree; repeatable; default: 2 4 8 16.")
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write results to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="OUT", help="Write an SVG chart to this file.")] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="OUT", callback=writable_path, help="Write results to this file."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="OUT", callback=writable_path, help="Write an SVG chart to this file.")
+    ] = None,
 ) -> None:
     """Measures several drafts in this process, on the same answers of one target, under Gumbel coupling."""
-    from serve_app.cli.main import load_single
     from serve_app.demo_data import BENCH_PROMPTS
     from serve_app.operations.preflight import check_models
     from tools.bench.experiment import read_prompts

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import ConfigError
+from serve_app.cli.main import writable_path
 from tools.planning.estimates import DRAFT_LENGTHS, PlanInput, Prices
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 
@@ -40,9 +41,13 @@ def plan(
     block_len: Annotated[list[int] | None, typer.Option(min=1, hidden=True)] = None,  # earlier name of --draft-tokens
     target_price: Annotated[float | None, typer.Option(min=0, help="Price per target replica and hour.")] = None,
     drafter_price: Annotated[float | None, typer.Option(min=0, help="Price per drafter and hour.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write results to this file.")] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="OUT", callback=writable_path, help="Write results to this file."),
+    ] = None,
     picture_path: Annotated[
-        Path | None, typer.Option("--plot", metavar="OUT", help="Write an SVG chart to this file.")
+        Path | None,
+        typer.Option("--plot", metavar="OUT", callback=writable_path, help="Write an SVG chart to this file."),
     ] = None,
     theory: Annotated[
         bool, typer.Option("--theory", help="Compare the gain by formula and by simulation instead.")

@@ -105,6 +105,29 @@ def test_missing_prompts_are_refused_before_startup(
     assert "cannot read prompts nowhere.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "bench --json",
+        "bench --html",
+        "drafts measure config.yaml --json",
+        "drafts measure config.yaml --plot",
+        "plan --json",
+        "plan --plot",
+        "status --costs",
+        "trace",
+        "trace trace.json --gantt",
+    ],
+)
+def test_an_output_in_a_missing_folder_is_refused_before_any_work(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, *arguments.split(), "missing/out") == 2
+    printed = capsys.readouterr()
+    assert "cannot write missing/out: there is no folder missing; create it" in printed.err
+    assert printed.out == ""
+
+
 @pytest.mark.parametrize(("address", "port"), [([], 0), (["--address", "auto"], 8000)])
 def test_bench_uses_a_free_port_only_on_a_cluster_of_its_own(
     address: list[str], port: int, config_file: Path, monkeypatch: pytest.MonkeyPatch
