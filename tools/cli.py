@@ -90,7 +90,7 @@ def bench(
         measure_rates(url, key, plan, rate or [], requests, console, *paths)
         return
     if port is None and address is None:
-        port = 0  # a local server of its own needs no fixed port
+        port = 0  # a temporary local server may use any port
     config = load_demo(overrides, port, console) if config_path is None else load_single(config_path, overrides, port)
     check_models_of(config, console, with_weights=address is None)
     from serve_app.operations.checks import on_loopback

@@ -21,7 +21,7 @@ from actors.attention.flat_rows import WORD, WORDS
 from actors.attention.paged import WORKSPACE_BYTES, StepTensors
 
 SPLIT = 512  # keys per partial result
-PROGRAMS = 4096  # of a grid with several splits: keeps a GPU busy even if most are padding, which takes time to launch
+PROGRAMS = 4096  # maximum of a grid with several splits: enough to keep a GPU busy; more take longer to launch
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(2**31 - 1)  # beyond any slot
 ROWS_AT_ONCE = tl.constexpr(256)  # row starts per comparison

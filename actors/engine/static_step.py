@@ -56,7 +56,7 @@ class Buckets:
     ) -> "Buckets":
         """Covers steps of up to `sessions` rows, each with a block after up to `context` tokens.
 
-        A step has up to `verified` tokens, or nine per row if that is more. All numbers of tokens are multiples of
+        Steps have up to `verified` tokens, or nine per row if that is more. All numbers of tokens are multiples of
         `tile`. Without `draws`, no step samples.
         """
         most = min(max(sessions * ROW_TOKENS, verified), TOKENS[-1])

@@ -391,8 +391,8 @@ class ExampleWriter(StoreWriter[Example]):
         super().__init__(open_store, partial(ExampleStore.add, target=target))
 
 
-PROMPT_STATES = 512  # most states kept before an answer; a trainer reads no more
-SESSION_BYTES = 8 << 20  # most bytes of states kept of one session; at least half are for the answer
+PROMPT_STATES = 512  # maximum states kept before an answer; a trainer reads no more
+SESSION_BYTES = 8 << 20  # maximum bytes of states per session; at least half are left for the answer
 OPEN_BYTES = 256 << 20  # most bytes of states of open sessions
 QUEUED_STATES = 64  # most sessions whose states wait to be written
 
@@ -437,7 +437,7 @@ class StateRecorder:
         if record is None:
             return
         skipped = max(0, record.begins - first)
-        room = (SESSION_BYTES - record.bytes) // self._row_bytes  # once it is 0, no later states leave a gap
+        room = (SESSION_BYTES - record.bytes) // self._row_bytes  # at 0, drops all later states, which leaves no gap
         kept = rows[skipped * self._row_bytes : (skipped + room) * self._row_bytes]
         if not kept:
             return

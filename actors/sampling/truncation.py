@@ -132,9 +132,9 @@ def _keep_top_p(logits: Tensor, filters: Filters, exhaustive: bool) -> tuple[Ten
     """Keeps the likeliest tokens up to a total probability of top_p, and ties with the last of them; at least one
     token.
 
-    Including ties makes a position's set independent of other positions in the block. So does adding in float64: a GPU
-    adds in an order that depends on the number of positions. Without a full sort, the result is exact only if the
-    candidates reach top_p before the last candidate, which may tie with unexamined tokens.
+    Including ties makes a position's set independent of other positions in the block. So does adding in
+    float64 on GPUs, where the order of additions depends on the number of positions. Without a full sort, the result is
+    exact only if the candidates reach top_p before the last candidate, which may tie with unexamined tokens.
     """
     total = torch.exp(logits).sum(dim=-1, keepdim=True, dtype=torch.float64)  # the largest logit is 0
     if exhaustive or logits.shape[-1] <= CANDIDATES:

@@ -341,7 +341,7 @@ class Session:
     def _open(self) -> Open:
         generation = self.generation
         scoring = generation.scoring
-        if self.committed:  # the prompt's scores came with the first tokens; scoring it again would bypass the cache
+        if self.committed:  # prompt scores came with the first tokens; computing them again would bypass the cache
             scoring = replace(scoring, prompt_top=None)
         return replace(
             generation.open_with(self.tokens, self.attempt),

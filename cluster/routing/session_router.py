@@ -333,7 +333,7 @@ class Assignment:
     """A session with its placement, from arrival to end."""
 
     session: Session
-    seeking_since: float  # time of arrival, or since when it has needed another target
+    seeking_since: float  # time of arrival, or of the loss or move that made it need another target
     counted_target: str | None = None  # replicas whose session counts include this session
     counted_drafter: str | None = None
     served_by: frozenset[str] = frozenset()  # all targets assigned so far

@@ -404,7 +404,7 @@ class SpeculationController:
         self._hits = 0.5
         self._delay = Pairs()
         self._was_drafted_for = False  # True if blocks were requested for the latest step
-        self._undrafted_since: float | None = None  # first decision without a drafter since the latest with one
+        self._undrafted_since: float | None = None  # time of the first decision after the last drafter left
         self._draft_version = 0  # newest version of a learned draft
         self._steps = 0  # number of steps since the snapshot
         self._expectations: dict[tuple[int, int], float] = {}  # accepted tokens by (level, requested tokens)

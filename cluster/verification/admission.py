@@ -23,8 +23,8 @@ class Admission:
         self.prefix_tokens = 0  # tokens of sessions at first admission, without audits
         self.prefix_hits = 0  # cached tokens among `prefix_tokens`
         self._limit = limit
-        self._blocked: TargetSequence | None = None  # head of the queue that lacked pages; None after a change
-        self._blocked_pages = 0  # pages available then
+        self._blocked: TargetSequence | None = None  # head of the queue that lacked pages, until a session leaves
+        self._blocked_pages = 0  # pages that were available to it
         self._opens: list[Open] = []  # sessions to open in the engine's next step
         self._closes: list[str] = []
 
@@ -55,8 +55,8 @@ class Admission:
     def admit(self) -> Iterator[TargetSequence]:
         """Admits queued sessions to the cache while pages last, and yields each admitted session.
 
-        Admits lower priority numbers first, then earlier arrivals. A session that lacked pages is tried again once more
-        are available or a session has left, because finding its cached pages takes long.
+        Admits lower priority numbers first, then earlier arrivals. A session that lacked pages is tried again only
+        after pages were freed or a session has left, because looking up its cached pages is slow.
         """
         while self.waiting and len(self.running) < self._limit:
             name, session = min(self.waiting.items(), key=lambda item: item[1].open.priority)

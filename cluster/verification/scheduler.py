@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 STOPPING_MESSAGE = "this target replica is shutting down"
 NO_AUDIT_MESSAGE = "this target is serving requests; retry the audit later"
 NONFINITE_LOG_PERIOD_S = 60.0
-PROMPT_SHARE = 8  # while a prompt is due, decoding sessions leave it one part in this many of a step's tokens
+PROMPT_SHARE = 8  # decoding sessions leave 1/PROMPT_SHARE of a step's tokens for prompts, if there are any
 NONFINITE_MESSAGE = (
     "the model computed NaN or infinite logits for this request, and a retry would fail alike: the weights overflow in"
     " model.dtype, or a device is faulty; ask the operator, whose log names the replica"

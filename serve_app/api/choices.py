@@ -150,7 +150,7 @@ class ChoiceText:
                 break
 
     def flush(self) -> Delta | None:
-        """Releases text held back by the interval; returns None if there is none. An echoed prompt alone is none."""
+        """Releases text held back by the interval; returns None if there is none, or only the echoed prompt."""
         return self._delta() if self._pieces and self.tokens else None
 
     def end(self, finish: Finish) -> Delta:

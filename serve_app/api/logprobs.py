@@ -113,7 +113,7 @@ def token_text(raw: bytes) -> str:
 
 def _characters(raw: bytes) -> int:
     """Returns the number of characters that begin in a token, so parts of one character count once."""
-    return sum(byte & 0xC0 != 0x80 for byte in raw)  # all but continuation bytes
+    return sum(byte & 0xC0 != 0x80 for byte in raw)  # skips continuation bytes, 10xxxxxx
 
 
 def _finite(logprob: float) -> float:

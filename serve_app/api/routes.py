@@ -387,7 +387,7 @@ class ApiEndpoint(Generic[RequestT]):
         service.metrics.of(record.model).prompt(answer.prompt_tokens)
         if not answer.stream:
             await while_connected(request.receive, answer.end())
-            # A thread for scores alone, of which there may be a million; other answers are small.
+            # Only scores need a thread: an answer may have a million of them.
             response = await service.in_thread(answer.whole) if answer.is_scored else answer.whole()
             record.status = 200
             return response

@@ -284,7 +284,10 @@ class TextCodec:
 
     @cached_property
     def token_bytes(self) -> Callable[[int], bytes]:
-        """Maps a token to its bytes, which may be part of a character; without a vocabulary of bytes, to its text's."""
+        """Maps a token to its bytes, which may be part of a character.
+
+        Without a byte vocabulary, these are the bytes of its text.
+        """
         try:
             vocabulary = self._grammar_vocabulary
         except ModelError:

@@ -51,7 +51,7 @@ class Other(LlamaForCausalLM):
 
 
 def with_quantized_layer() -> LlamaForCausalLM:
-    """Quantization libraries replace `nn.Linear` with classes that do not derive from it and have no weight."""
+    """Quantization libraries replace `nn.Linear` with classes that neither derive from it nor have a weight."""
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model.config.quantization_config = {"quant_method": "awq"}
     model.model.layers[0].self_attn.q_proj = nn.Identity()

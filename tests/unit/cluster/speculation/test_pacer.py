@@ -147,7 +147,7 @@ def test_a_newer_draft_is_tried_at_once_though_its_predecessor_lost():
 
 
 def test_drafts_are_requested_again_long_after_bad_drafters_have_left():
-    """Otherwise, an empty draft pool would stay empty."""
+    """An empty draft pool grows only if drafts are requested."""
     pacer = a_pacer()
     rounds(pacer, drafting(), False, 400)
     began = next(CLOCK)
