@@ -1,8 +1,10 @@
 """Drafter: a drafting loop that connects the scheduler, a drafting method, and the streams to routers and targets.
 
 A pass drafts for all sessions that request a block, on the drafting thread, and sends the blocks directly to their
-targets. Without requests, it drafts ahead of verdicts. A received frame starts the next pass itself if none is running,
-and the end of a pass sends its blocks and starts the next one: from verdict to block, the work changes threads twice.
+targets. Without requests, it drafts ahead of verdicts. A received frame starts the next pass if none is running. When a
+pass ends, the event loop sends its blocks and starts the next pass. From verdict to block, the work changes threads
+only twice.
+
 Routers open and close sessions over their own streams; the drafter dials the targets named by these sessions. This
 module is independent of Ray and of the drafting method.
 """

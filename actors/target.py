@@ -252,7 +252,7 @@ class TargetReplica:
             async with asyncio.timeout(None if due is None else max(0.0, due - self._clock())):
                 await self._changed.wait()
         except TimeoutError:
-            return  # the deadline of an awaited block has passed
+            return  # a step or the expiry of a buffered message is due
 
     async def leave(self, within_s: float) -> None:
         """Refuses new sessions and continues open ones until routers have moved them.

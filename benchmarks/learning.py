@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of answers and trained drafts")
     parser.add_argument("--count", type=int, default=LEARNED, help=f"requests of a kind, at most {LEARNED}")
     parser.add_argument("--held-out", type=int, default=HELD_OUT, help=f"unseen requests of a kind, at most {HELD_OUT}")
-    parser.add_argument("--tokens", type=int, default=48, help="most tokens of an answer")
+    parser.add_argument("--tokens", type=int, default=48, help="maximum tokens per answer")
     parser.add_argument("--epochs", type=float, default=DEFAULTS.epochs, help="of a phase")
     parser.add_argument("--learning-rate", type=float, default=DEFAULTS.learning_rate, help="of AdamW")
     parser.add_argument("--method", choices=("eagle", "medusa"), default="eagle", help="kind of head")

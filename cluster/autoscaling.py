@@ -182,7 +182,7 @@ def draft_need(
     if max(late, waiting) <= MAX_LOST_SHARE:
         work = min(work, present)  # the drafters keep up; add none
     return _largest(
-        sessions, Need(work, f"drafters busy with more than one session for {shared:.2f} of them, {delays}")
+        sessions, Need(work, f"sharing drafters among sessions costs the time of {shared:.2f} drafters, {delays}")
     )
 
 

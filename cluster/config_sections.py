@@ -42,7 +42,7 @@ class DraftModelOptions(Section):
 
     quantization: Quantization = Field(
         "none",
-        description="of matrix products; int8: CPUs, twice as fast; fp8, int4: GPUs",
+        description="quantization of matrix products; int8: CPUs, twice as fast; fp8, int4: GPUs",
     )
     min_confidence: float = Field(
         0.0,
@@ -111,7 +111,7 @@ class HeadOptions(Section):
     draft_probs_top_k: int = Field(64, ge=1, le=1024, description="probabilities per token for rejection sampling")
     quantization: Quantization = Field(
         "none",
-        description="of matrix products; int8: CPUs; fp8, int4: GPUs",
+        description="quantization of matrix products; int8: CPUs; fp8, int4: GPUs",
     )
 
 

@@ -1,9 +1,10 @@
 """Defines the wire format: the messages between routers, drafters and targets, and their protobuf encoding.
 
-`speculation.proto` defines three services. Over `Drive`, a router opens and closes sessions on drafters and targets,
-and receives verdicts. Over `Verify`, a drafter sends blocks to a target and receives verdicts. Over `States`, it
-receives hidden states from the target. Streams are long-lived. Each stream message is a frame, which batches the
-messages of all sessions for one peer. The messages of every step are columns of a frame, with one row per session.
+`speculation.proto` defines two services, `DraftService` and `TargetService`, with three kinds of streams. Over `Drive`,
+a router opens and closes sessions on drafters and targets, and receives verdicts. Over `Verify`, a drafter sends blocks
+to a target and receives verdicts. Over `States`, it receives hidden states from the target. Streams are long-lived.
+Each stream message is a frame, which batches the messages of all sessions for one peer. The messages of every step are
+columns of a frame, with one row per session.
 
 `messages.py` defines the same messages as frozen values. `to_pb.py` and `from_pb.py` convert between the two forms;
 `from_pb.py` rejects out-of-range values. Schedulers never see protobuf types. `codec.py` packs messages into frames and

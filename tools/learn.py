@@ -52,14 +52,15 @@ def run(
     answer: Annotated[
         bool, typer.Option("--answer", help="Let the target write the answers itself, greedily; takes longer.")
     ] = False,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="With --answer: most tokens of an answer.")] = 128,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="With --answer: maximum tokens per answer.")] = 128,
     replay: Annotated[
         Path | None, typer.Option(help="General conversations that the draft must not forget; same formats.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=2, help="Most examples to read; replay examples are all read.")] = 10_000,
+    limit: Annotated[int, typer.Option(min=2, help="Maximum examples to read; all replay examples are read.")] = 10_000,
     epochs: Annotated[float, typer.Option(min=0.01, help="Passes over the examples.")] = 2.0,
     learning_rate: Annotated[
-        float | None, typer.Option(min=0.0, help="Of AdamW; default: 1.5e-4 with --replay, 2e-4 without.")
+        float | None,
+        typer.Option(min=0.0, help="Peak learning rate of AdamW; default: 1.5e-4 with --replay, 2e-4 without."),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: one per core.")] = None,
     overrides: Overrides = None,
@@ -198,7 +199,7 @@ def _train(
             bar.update(task, total=progress.steps, completed=progress.step, note=note)
 
         trained = train_candidate(start, out, recent, general, options, progress=show, state=state, device=_device())
-    assert trained is not None, "nobody stops this training"
+    assert trained is not None, "this training is never stopped"
     shutil.rmtree(state, ignore_errors=True)
     console.print(
         f"{trained.steps} steps in {trained.seconds:.0f} s over {trained.examples} examples; the weights are those"

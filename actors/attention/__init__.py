@@ -61,7 +61,7 @@ class StepSizes:
 
     tokens: int
     rows: int
-    pages: int  # per row
+    pages: int  # pages per row
 
     @classmethod
     def of(cls, flat: FlatRows) -> "StepSizes":
@@ -73,7 +73,7 @@ class StepSizes:
 class StepShape(StepSizes):
     """Sizes of a padded step, which determine the shapes of all its tensors."""
 
-    positions: int  # with logits
+    positions: int  # positions with logits
     sampled: int  # positions that are sampled rather than decided by the largest logit
     trees: bool = False  # selects the kernel for trees, in a backend with one kernel for chains and one for trees
 

@@ -42,7 +42,7 @@ BIASED = frozenset({"bloom", "mpt", "doge"})  # architectures with biases of sco
 class AttentionShape:
     """Sizes of attention and cache on one rank."""
 
-    layers: int  # with attention
+    layers: int  # number of layers with attention
     heads: int
     kv_heads: int
     head_dim: int

@@ -72,7 +72,7 @@ class Reserve:
 
     context: int = 0  # counts only against a share of a GPU: free memory of a whole GPU excludes it already
     attention: int = 0  # partial results of the kernel
-    logits: int = 0  # of the largest step
+    logits: int = 0  # logits of the largest step
     graphs: int = 0
     successor: int = 0  # weights of a learned draft's next version, which is loaded beside the one in use
 

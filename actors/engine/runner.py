@@ -83,9 +83,8 @@ def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
     last = int(model.config.get_text_config().num_hidden_layers)
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= last:
         raise ModelError(
-            f"cannot capture hidden states of layers {tuple(layers)}: expected ascending numbers from 0,"
-            f" the embeddings, to {last}, the last layer of {type(model).__name__}; see where the draft's configuration"
-            " numbers its layers"
+            f"cannot capture hidden states of layers {tuple(layers)}: expected ascending ids from 0 (embeddings) to"
+            f" {last} (last layer of {type(model).__name__}); correct the layer ids in the draft's configuration"
         )
 
 
@@ -94,7 +93,7 @@ class DecodingStep:
     """Computes this rank's logits, then draws and accepts tokens. On a GPU, this part of a forward is captured."""
 
     decode: Decoder
-    layers: tuple[int, ...]  # whose streams are returned
+    layers: tuple[int, ...]  # layers whose residual streams are returned
     vocabulary: int | None  # number of ids that may be drawn; None if no tokens are drawn
 
     def __call__(self, batch: RaggedBatch) -> ForwardOutput:
@@ -186,10 +185,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_steps(self) -> None:
-        """Captures the steps of all shapes, if there are any; before serving, since a capture takes longer than a step.
+        """Captures the steps of all shapes, if any.
 
-        Writes only to unused pages. If a capture fails, steps run eagerly. With several ranks, this raises ModelError
-        instead, since the other ranks already wait for this one.
+        Call this before serving, because a capture takes longer than a step. Writes only to unused pages. If a capture
+        fails, steps run eagerly. With several ranks, this raises ModelError instead, since the other ranks already wait
+        for this one.
         """
         if self._static is None:
             return

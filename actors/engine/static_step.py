@@ -39,7 +39,7 @@ class Buckets:
 
     tokens: tuple[int, ...]  # ascending
     rows: int  # maximum number of rows
-    pages: int  # of a page table
+    pages: int  # maximum pages in a page table
     trees_apart: bool = False  # whether steps with trees have shapes of their own
     samples_apart: bool = True  # whether steps with sampled positions have shapes of their own
 

@@ -15,7 +15,8 @@ from typing import cast
 
 from actors.engine.shared_memory import NOTICE, MessageMemory, new_memory
 
-READY = b"\x01"  # from a follower: it has read the previous message; to a peer: accompanies descriptors of memory
+# A follower's acknowledgement of the previous message; also the byte sent along with memory descriptors.
+READY = b"\x01"
 
 
 class Listener:

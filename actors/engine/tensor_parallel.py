@@ -187,8 +187,8 @@ class Rank:
         self._project: StateProjection | None = None
         self._device = device_of(spec.resources)
         self._group: Group = SingleRank()
-        self._followers: FollowersLink | None = None  # of the leader
-        self._leader: LeaderLink | None = None  # of a follower
+        self._followers: FollowersLink | None = None  # leader only: link to the followers
+        self._leader: LeaderLink | None = None  # followers only: link to the leader
         self._model: PreTrainedModel | None = None
         self._attention: AttentionBackend | None = None
         self._executor: StepExecutor | None = None

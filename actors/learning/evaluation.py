@@ -80,7 +80,8 @@ def score_loaded(
 
 def score_rows(
     cut: Sequence[Sequence[Row]],  # rows by example
-    lengths: Sequence[int],  # tokens to count, by example; those that no row predicts are the first, and are wrong
+    # Number of tokens to count, by example; tokens that no row predicts come first and count as wrong.
+    lengths: Sequence[int],
     matches_in: Callable[[Sequence[Row]], list[list[list[bool]]]],  # as `matches_of`
     draft_tokens: int,
     pass_tokens: int,

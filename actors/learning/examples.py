@@ -1,8 +1,8 @@
 """The store of examples: one SQLite file that routers write, the trainer reads and `slipstream learn forget` empties.
 
 `ExampleStore` is the file. It limits total tokens and age, stores near-duplicates once, and overwrites deleted data.
-If the draft is a head, drafters add the hidden states that it read of each session. States leave with their example;
-those without one, such as a near-duplicate's, leave after `ORPHANED_S`.
+If the draft is a head, drafters add the hidden states that the head read in each session. States are deleted with their
+example; states without an example, such as those of a near-duplicate, are deleted after `ORPHANED_S`.
 
 `ExampleWriter` is used by routers, `StateRecorder` by drafters. Neither ever waits; both drop data when the queue is
 full.

@@ -4,8 +4,8 @@ The head is unrolled as it drafts: from a state of the target it predicts one to
 MLPSpeculator predict those from their own states (training-time test, arXiv 2503.01840). The loss is the cross-entropy
 of the answer's tokens; that of each further token counts `DECAY` times the one before.
 
-The projection of the target's states is not trained. The target may compute it, states are kept as projected then, and
-open sessions' states stay valid when drafters exchange the weights.
+The projection of the target's states is not trained. The target may therefore compute it; the store then holds
+projected states. States of open sessions stay valid when drafters exchange the weights.
 """
 
 from abc import ABC, abstractmethod

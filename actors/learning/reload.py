@@ -161,7 +161,7 @@ class DraftReload:
         parent = await self._in_thread(lambda: self._draft.versions.rollback(bad))
         self.counts["rolled_back"] += 1
         log.error(
-            "version %d of the draft is rolled back to %d: the target accepts %.2f of its tokens, %.2f of those before",
+            "rolled back draft version %d to %d: its acceptance is %.2f, the previous version's %.2f",
             bad,
             parent,
             found["acceptance"],

@@ -7,7 +7,8 @@ evicts its cores' caches.
 import time
 from collections.abc import Callable
 
-CONTENDED_SHARE = 0.8  # of a pass spent on a core; below, other threads wanted the core
+# Minimum share of a pass spent on a core; a lower share means that other threads needed the core.
+CONTENDED_SHARE = 0.8
 FIRST_REST_S = 0.25
 LONGEST_REST_S = 30.0
 
@@ -31,7 +32,7 @@ class SpareTime:
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._rest_s = 0.0
-        self._start: tuple[float, float] | None = None  # of the current pass, by both clocks
+        self._start: tuple[float, float] | None = None  # start of the current pass on both clocks
 
     def pause(self) -> None:
         """Ends a pass and rests as long as needed; the training thread calls it before each pass."""

@@ -179,7 +179,7 @@ class _Selection:
     recent: Sequence[Example]  # held-out ones included
     older: Sequence[Example]
     newest: int  # highest id of the new ones
-    forgets: int  # number of forgettings when they were read
+    forgets: int  # `ExampleStore.forgets()` when they were read
 
 
 class Trainer:
@@ -295,7 +295,7 @@ class Trainer:
         self._phase = "waiting"
         self._not_before = self._clock() + pause_s
         log.error(
-            "training failed, and the draft stays as it is; next try in %g s: %s",
+            "training failed; the draft is unchanged; retrying in %g s: %s",
             pause_s,
             str(error) or type(error).__name__,
             exc_info=not isinstance(error, EXPECTED_ERRORS),
@@ -318,14 +318,14 @@ class Trainer:
             shutil.rmtree(self._folder / "training" / "candidate", ignore_errors=True)
 
     def _select(self, store: ExampleStore, seen: int) -> _Selection:
-        forgets = store.forgets()  # before reading, so that what is forgotten later is noticed
+        forgets = store.forgets()  # read first, so that a later `forget` is detected
         newest = store.size(self._draft.target, seen, self._kind).newest
         new = store.read(self._draft.target, seen, self._kind)
         known = set(new)
         old = [example for example in store.read(self._draft.target, kind=self._kind) if example not in known]
         older = random.Random(newest).sample(old, min(len(old), round(OLDER_SHARE * len(new))))
         lacking = held_out_sessions(self._options.min_sessions) - sum(map(is_held_out, new))
-        if lacking > 0:  # the newest of the older ones fill up
+        if lacking > 0:  # fill up with the newest earlier held-out examples
             new = [*[example for example in old if is_held_out(example)][-lacking:], *new]
         return _Selection(new, older, newest, forgets)
 

@@ -44,7 +44,7 @@ SHOWN_AFTER_S = 2.0  # seconds before a progress bar appears
 LOG_PERIOD_S = 10.0  # seconds between log lines where there is no bar
 GB = 10**9
 READERS = 8  # threads; more than cores, since uncached files keep a reader waiting
-SAMPLE_BYTES = 4096  # of each tensor in a fingerprint
+SAMPLE_BYTES = 4096  # bytes hashed per tensor for a fingerprint
 RUN_BYTES = 8 << 20  # of neighboring tensors that a reader maps together, since each mapping reads the file's header
 UNREAD_TENSORS = (
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # in old checkpoints; determined by the config
@@ -78,8 +78,8 @@ Blocks = tuple[tuple[str, ...], ...]
 class Sources:
     """Stored keys of every parameter and buffer."""
 
-    single: Mapping[str, str]  # of those stored in one tensor
-    stacked: Mapping[str, Blocks]  # of those stored in one tensor per expert
+    single: Mapping[str, str]  # parameters stored in one tensor
+    stacked: Mapping[str, Blocks]  # parameters stored in one tensor per expert
 
     @classmethod
     def of(cls, model: PreTrainedModel, stored: Mapping[str, Stored]) -> "Sources":
@@ -322,7 +322,7 @@ class _Part:
 
     path: Path
     key: str  # tensor name in the file
-    name: str  # in errors
+    name: str  # name shown in errors
     cut: Cut | None
     into: Tensor
     is_weight: bool  # unlike buffers, such as masks, which hold -inf

@@ -161,7 +161,7 @@ class NoCredentials:
     def listen(self, server: grpc.aio.Server, host: str, port: int, on_handshake: Callable[[], None] = ignore) -> int:
         if not self._insecure and not is_loopback(host):
             raise ConfigError(
-                f"trust: a gRPC server is to listen on {host}, beyond this machine, without authentication;"
+                f"trust: refusing to listen on {host} without authentication;"
                 " set trust.certificates or trust.token_file, or trust.insecure: true on a trusted network"
             )
         return server.add_insecure_port(f"{host}:{port}")

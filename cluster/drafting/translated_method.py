@@ -33,7 +33,7 @@ class _DraftedPath:
 
 
 class TranslatedMethod:
-    """A drafting method of another vocabulary. Sessions of one method may have different targets.
+    """Adapts a drafting method with another vocabulary to the target's tokens. Its sessions may have different targets.
 
     `method` sees only its own token ids: every message is translated on the way in, and every block on the way out.
     Under rejection sampling it drafts nothing, because the probabilities of translated tokens are unknown.

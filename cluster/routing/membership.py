@@ -15,7 +15,7 @@ class Endpoint:
     address: str  # host:port of its gRPC server
     node: str = ""  # Ray node of the replica; empty if unknown
     zone: str = ""  # zone of the node; empty if unknown
-    translates: bool = False  # of a drafter: its draft has another tokenizer than the target
+    translates: bool = False  # drafters only: True if the draft's tokenizer differs from the target's
 
 
 @dataclass(frozen=True, slots=True)

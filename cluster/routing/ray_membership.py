@@ -16,7 +16,7 @@ ADDRESS = "grpc_address"  # keys of the replica metadata
 NODE = "node"
 ZONE = "zone"
 COSTS = "costs"  # measured startup costs as JSON: `ForwardCost` (target) or `DraftCost` (drafter)
-TRANSLATES = "translates"  # of drafters: not empty if the draft has another tokenizer than the target
+TRANSLATES = "translates"  # drafters only: not empty if the draft's tokenizer differs from the target's
 
 
 class ServeMembership:

@@ -7,7 +7,7 @@ method for maximizing a ratio), and a wait at the throughput of non-speculative 
 Estimates miss some costs, such as contention with drafters on the same machine, but measured throughput includes them.
 Where speculation was slower than non-speculative decoding at the same load, the kill switch turns it off.
 
-When no draft length pays, one session at a time sends a probe, with exponential backoff up to a few seconds
+When no draft length pays, one session at a time requests a probe block, with exponential backoff up to a few seconds
 (`Adaptive`). After a loss, the pause of the kill switch lasts until a trial would cost one percent of it, or until
 non-speculative steps change their pace. Pure; reads no clock.
 """
@@ -214,7 +214,7 @@ def best_request(level: int, limit: int, load: Load) -> DraftingDecision:
 class ReferenceLoop:
     """Lock-step policy with a fixed draft length: drafts for all sessions, then verifies all.
 
-    `patience` is the maximum wait for the blocks of a lost drafter, in seconds.
+    `patience` is the maximum wait of a step for blocks, in seconds.
     """
 
     patience: float = 2.0
@@ -431,7 +431,9 @@ class SpeculationController:
             self._kill_switch.non_speculative_step(self.load.sessions, cost.non_speculative_pace)
 
     def draft_attached(self, version: int) -> None:
-        """Forgets what earlier drafts gained once a newer version drafts, so that losses of theirs do not delay it."""
+        """Resets the kill switch and the acceptance rates when a drafter with a newer draft version attaches, so that
+        losses of older versions do not delay it.
+        """
         if version > self._draft_version:
             self._draft_version = version
             self._kill_switch = KillSwitch()
@@ -441,7 +443,8 @@ class SpeculationController:
     def block_verified(
         self, drafts: DraftValue, requested: int, room: int, drafted: int, accepted: Sequence[int]
     ) -> None:
-        """Records a verified block: `requested` and `drafted` nodes, and the indices of the accepted nodes.
+        """Records a verified block or a confirmed NoDraft (`drafted` is 0): the numbers of requested and drafted nodes,
+        and the indices of the accepted nodes.
 
         `room` is the maximum block length under the session's length limit.
         """

@@ -97,7 +97,7 @@ class Pairs:
         return max(0.0, self.y - slope * self.x) / self.weight + slope * x if self.weight else 0.0
 
 
-MAX_POSITIONS = 16  # maximum number of nodes with an estimate, and so the longest draft that is worth a request
+MAX_POSITIONS = 16  # maximum number of nodes with an estimate; also the longest draft that `Adaptive` requests
 REPLICA_MEMORY = 0.04  # weight of the latest block of any session
 FIRST_CHANCE = 0.5  # acceptance rate of each node, given the previous one, before the first block
 PRIOR_BLOCKS = 3.0  # weight of FIRST_CHANCE, in blocks
@@ -108,8 +108,8 @@ class NodeRates:
     """Acceptance rates of drafted nodes, by node, over all sessions of a replica.
 
     Nodes that are requested but not drafted do not count: a drafter ends a block early where it is not confident, and
-    hits are as long as their drafting was. The next node beyond the drafted ones is extrapolated geometrically, so that
-    lengths grow again.
+    a lookahead block is as long as the time for drafting allowed. The next node beyond the drafted ones is extrapolated
+    geometrically, so that lengths grow again.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ SILENT_AFTER = 3  # missed rounds or steps after which a drafter counts as silen
 class DraftValue:
     """Estimate of what one drafter's blocks are worth in one session.
 
-    A rejected block and one that takes longer than usual count as requested tokens without acceptance.
+    A rejected block, and a block that a step awaited for longer than its usual delay, count as zero accepted tokens.
     """
 
     log_odds: float = 0.0  # acceptance relative to the replica's rates

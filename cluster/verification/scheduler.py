@@ -662,7 +662,7 @@ class VerificationScheduler:
 
     @property
     def is_drafted_for(self) -> bool:
-        """True if blocks were requested for the latest step."""
+        """True if a row of the latest step had a draft, or a block was requested for it."""
         return self._measure_step().is_drafted_for
 
     # ------------------------------------------------------------ helpers
@@ -807,7 +807,9 @@ class VerificationScheduler:
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
     def _note_answer(self, session: TargetSequence, answer: Block | NoDraft, tokens: int, now: float) -> None:
-        """Records an answer's delay; ignores lookahead blocks, and a drafter's first answer, which includes prefill."""
+        """Records an answer. Measures its delay unless it is a lookahead block or the drafter's first answer, which
+        includes prefill.
+        """
         session.exchange.has_answered = True
         delay_s = session.delay_of(answer, now) if session.drafts.has_drafted else None
         session.drafts.block_arrived(delay_s)

@@ -1,8 +1,8 @@
 """HTTP access: API keys and their limits, the admin port, request ids and CORS.
 
 This middleware runs before all endpoints. `AuthMiddleware` resolves the API key to a `Caller`, which counts the
-caller's sessions in flight. Admin endpoints (metrics, status, profiling) can have a separate port; the public port then
-answers 404 for them.
+caller's sessions in flight. Admin endpoints (`/metrics` and the live page) can have a separate port; the public port
+then answers 404 for them.
 """
 
 import asyncio

@@ -114,7 +114,10 @@ class VerdictTotals(Collector):
 
 
 class Metrics:
-    """Counters, histograms and gauges of one router: of its only model, or of requests that name no served model."""
+    """Counters, histograms and gauges of one model's requests in a router.
+
+    With several models (`by_model`), this object counts only requests that name no served model.
+    """
 
     def __init__(
         self,

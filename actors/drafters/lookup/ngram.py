@@ -331,7 +331,7 @@ class NgramDraft:
     def draft_ahead(
         self, requests: Sequence[LookaheadRequest], interrupted: Callable[[], bool], early: Early = dismiss
     ) -> list[Proposal]:
-        """Drafts for likely outcomes. Ignores interrupts, because drafting ends before a verdict could arrive.
+        """Drafts for likely outcomes. Never calls `early`, because drafting ends before a verdict could arrive.
 
         Without candidates, proposes an empty block if the target currently decodes the session without blocks.
         """

@@ -226,7 +226,7 @@ class DraftModel:
             self._chain = weights.runner.static_chain(self._sampler.choose, CHOICE_INPUTS, len(weights.token_ids))
 
     def capture_chains(self, tokens: int, sessions: int) -> None:
-        """Captures the chains of up to `sessions` blocks of up to `tokens` tokens, if there are any; before serving.
+        """Captures the chains of up to `sessions` blocks of up to `tokens` tokens, if any. Call this before serving.
 
         If a capture fails, blocks are drafted step by step.
         """

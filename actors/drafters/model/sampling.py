@@ -200,7 +200,8 @@ log = logging.getLogger(__name__)
 MAX_CANDIDATES = 64
 MAX_BRANCH_TOKENS = 2  # maximum tokens of a side branch; later tokens are rarely among a block's likeliest
 MAX_CHOICES = 16  # maximum candidates per position kept as choices
-CHOICE_INPUTS = 4  # of `DraftSampler.choose`: keys, and the bits of temperatures, sharpness and noise shares
+# Number of inputs of `DraftSampler.choose`: keys, and the bits of temperatures, sharpness and noise shares.
+CHOICE_INPUTS = 4
 MIN_LOG_PROB = -30.0
 MIN_LOGIT = torch.finfo(torch.float32).min
 

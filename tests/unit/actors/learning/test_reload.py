@@ -239,9 +239,7 @@ async def test_a_version_that_drafts_worse_is_rolled_back_by_the_first_who_sees_
         2: State.ROLLED_BACK,
     }
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert (
-        "version 2 of the draft is rolled back to 1: the target accepts 0.00 of its tokens, 1.00 of" in record.message
-    )
+    assert "rolled back draft version 2 to 1: its acceptance is 0.00, the previous version's 1.00" in record.message
 
 
 async def test_a_version_as_good_as_the_one_before_stays(world: World) -> None:

@@ -207,7 +207,7 @@ def test_a_failed_training_promotes_nothing_and_is_tried_again_later(options, dr
     assert made.look() is None
     assert made.look() is None
     (line,) = errors(caplog)
-    assert "the draft stays as it is" in line
+    assert "the draft is unchanged" in line
     assert why in line
     assert made.status().counts == {"failed": 1}
     clock.now += 3600
