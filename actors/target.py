@@ -218,7 +218,7 @@ class TargetReplica:
         """
         left = STATES_BYTES_PER_STEP
         while (read := self.scheduler.feeds.next_read()) is not None:
-            if left <= 0 and self.scheduler.feeds.fresh is None:
+            if left <= 0 and self.scheduler.feeds.recompute is None:
                 return False
             rows = await self._compute(self._engine.read(read), None)
             left -= len(rows)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
-from cluster.speculation.controller import PacingPolicy, ReferenceLoop
+from cluster.speculation.controller import LockStep, PacingPolicy
 from tools.simulation.actors import SimulatedAssignment
 from tools.simulation.config import Fault, Faults, Fleet, Kind, Role, SimulationConfig, Speculation
 from tools.simulation.network import Clock, Process
@@ -116,7 +116,7 @@ class FixedLength(Speculation):
 
     @property
     def pacing(self) -> PacingPolicy:
-        return ReferenceLoop(patience=0.2)
+        return LockStep(patience=0.2)
 
 
 class NoisyProcess(Process):

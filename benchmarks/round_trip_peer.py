@@ -28,7 +28,7 @@ from actors.target import TargetReplica
 from cluster.drafting.method import Early, dismiss
 from cluster.drafting.requests import LookaheadRequest, Proposal
 from cluster.drafting.session_table import DrafterLimits
-from cluster.speculation.controller import ReferenceLoop
+from cluster.speculation.controller import LockStep
 from cluster.verification.scheduler import VerificationLimits
 from cluster.verification.step import Outcome, StateRead, StepPlan
 from protos import speculation_pb2 as pb
@@ -144,7 +144,7 @@ async def serve_until_input_ends(role: str) -> None:
     if role == "target":
         pages = SESSIONS * CONTEXT // PAGE_SIZE
         limits = VerificationLimits(VOCABULARY, CONTEXT, SESSIONS, 8 * SESSIONS, pages=pages, page_size=PAGE_SIZE)
-        replica = TargetReplica(InstantEngine(events), limits, *IDENTITY, 30.0, ReferenceLoop(PATIENCE_S))
+        replica = TargetReplica(InstantEngine(events), limits, *IDENTITY, 30.0, LockStep(PATIENCE_S))
         server = await serve_target(replica, "127.0.0.1")
         running = asyncio.create_task(replica.run())
     else:

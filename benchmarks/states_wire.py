@@ -40,7 +40,7 @@ from cluster.drafting.session_table import DrafterLimits
 from cluster.errors import SlipstreamError
 from cluster.routing.ledger import CommittedTokens, Generation
 from cluster.routing.membership import Endpoint, Members
-from cluster.speculation.controller import ReferenceLoop
+from cluster.speculation.controller import LockStep
 from cluster.verification.scheduler import VerificationLimits
 from protos import speculation_pb2 as pb
 from protos.messages import Acceptance, Frame, Identity, Sampling, States
@@ -205,7 +205,7 @@ async def connected(config: SlipstreamConfig, model: Any, spec: CaptureSpec) -> 
     limits = VerificationLimits(
         runner.vocabulary, CONTEXT, 1, max_step_tokens=512, pages=PAGES, page_size=PAGE_SIZE, states=spec.format
     )
-    target = TargetReplica(engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 60, ReferenceLoop())
+    target = TargetReplica(engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 60, LockStep())
     setup = DraftSetup(config.model.dtype, CONTEXT, BLOCK, vocabulary(folder), config.model.target, spec.format)
     drafter = Drafter(
         create_method(config.draft, setup),

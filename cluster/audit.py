@@ -85,7 +85,7 @@ class Replay:
         self._committed = committed
         self._near_tie = near_tie
         self._agreed = 0  # number of committed tokens confirmed so far
-        self._plain: tuple[int, ...] = ()  # non-speculative tokens from the mismatch on
+        self._non_speculative: tuple[int, ...] = ()  # non-speculative tokens from the mismatch on
         self._rival: int | None = None  # token to measure the next verdict's margin against
         self._margin: float | None = None
         self._prefix = Prefix(generation.hash_key)  # tokens that the target holds
@@ -98,7 +98,7 @@ class Replay:
     @property
     def differs(self) -> bool:
         """True once a difference has been found, even if its continuation is not fully recorded."""
-        return bool(self._plain) and self._rival is None
+        return bool(self._non_speculative) and self._rival is None
 
     def open(self) -> Open:
         """Returns the Open that continues the audit on a target, as a new attempt."""
@@ -108,9 +108,9 @@ class Replay:
         max_len = self.tokens
         if self._rival is not None:
             max_len = len(tokens) + 1
-        elif self._plain:
+        elif self._non_speculative:
             max_len = self._recorded_len
-            tokens += self._plain
+            tokens += self._non_speculative
         self._prefix = Prefix(generation.hash_key, tokens)
         return replace(
             generation.open_with(tokens, self.attempt),
@@ -129,8 +129,8 @@ class Replay:
         self._prefix.extend(verdict.tokens)
         if self._rival is not None:
             return self._weigh(verdict, self._rival)
-        if self._plain:
-            self._plain += verdict.tokens
+        if self._non_speculative:
+            self._non_speculative += verdict.tokens
             return Progress.CONTINUES if verdict.finish is Finish.NONE else Progress.ENDED
         return self._compare(verdict.tokens)
 
@@ -143,7 +143,7 @@ class Replay:
             position=self._agreed,
             margin=self._margin,
             committed=self._committed[self._agreed : self._agreed + RECORDED_TOKENS],
-            plain=self._plain,
+            plain=self._non_speculative,
             sampling=generation.sampling,
             seed=generation.seed,
             choice=generation.choice,
@@ -164,7 +164,7 @@ class Replay:
         for token in tokens:
             committed = self._committed[self._agreed]
             if token != committed:
-                self._plain = (token,)
+                self._non_speculative = (token,)
                 self._rival = committed
                 return Progress.REOPENS
             self._agreed += 1
@@ -173,19 +173,20 @@ class Replay:
     def _weigh(self, verdict: Verdict, rival: int) -> Progress:
         """Classifies a mismatch as a near tie or a difference by its margin, measured with one pass over the prefix."""
         (token,) = verdict.tokens
-        plain = self._plain[0]
-        if token == rival and token != plain:  # now equal to the committed token: measure against the other token
-            self._rival = plain
+        non_speculative = self._non_speculative[0]
+        # If it now equals the committed token, measure against the other token.
+        if token == rival and token != non_speculative:
+            self._rival = non_speculative
             return Progress.REOPENS
         self._rival = None
         self._margin = verdict.margin
         if verdict.margin is not None and verdict.margin < self._near_tie:
             self.near_ties.append(verdict.margin)
-            self._plain = ()
+            self._non_speculative = ()
             self._agreed += 1
             return self._ended_or(Progress.REOPENS)
         at_end = len(self._generation.prompt) + self._agreed + 1 == self._recorded_len
-        is_over = at_end or plain in self._generation.stop_ids
+        is_over = at_end or non_speculative in self._generation.stop_ids
         return Progress.ENDED if is_over else Progress.REOPENS
 
     def _ended_or(self, progress: Progress) -> Progress:

@@ -186,7 +186,7 @@ def draft_need(
     )
 
 
-def coupled_need(targets: int | None, per_target: float) -> Need | None:
+def fixed_ratio_need(targets: int | None, per_target: float) -> Need | None:
     """Returns the need of a draft pool with a fixed ratio to the target pool; None if the target pool's size is
     unknown.
     """
@@ -267,7 +267,7 @@ def decide_drafters(
     if scaling.per_target is None:
         need = draft_need(targets, reports, scaling, pool.size)
     else:
-        need = coupled_need(target_size, scaling.per_target)
+        need = fixed_ratio_need(target_size, scaling.per_target)
     return _decide(pool, need, now, scaling.up_delay_s, scaling.down_delay_s)
 
 

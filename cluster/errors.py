@@ -1,17 +1,4 @@
-"""Errors that Slipstream raises deliberately.
-
-SlipstreamError
-|- ConfigError           the configuration is wrong; nothing was started
-|- ModelError            a checkpoint cannot be used as asked
-|- RequestError          a request is wrong; carries the field at fault
-|- GrammarError          a grammar cannot be met; the message gives the reason
-|- CapacityError         no capacity now; trying later may help
-|- DrainingError         this server is stopping; another may take the request
-|- TargetLostError       a session's target replicas failed too often, or none is left
-|- ProtocolError         a peer has another protocol version or another model
-|- NonFiniteLogitsError  the model computed NaN or infinite logits for a request
-`- EngineError           a model step failed; the replica that raised it must be replaced
-"""
+"""Errors that Slipstream raises deliberately."""
 
 
 class SlipstreamError(Exception):

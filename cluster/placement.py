@@ -104,7 +104,7 @@ def _sessions_aimed_at(replicas: Replicas, max_sessions: int) -> float:
     return replicas.sessions_per_replica or DEFAULT_UTILIZATION * max_sessions
 
 
-def bounds(replicas: Replicas) -> dict[str, Any]:
+def autoscaling_config(replicas: Replicas) -> dict[str, Any]:
     """Returns the Serve autoscaling configuration of a pool.
 
     A fixed-size pool needs one too, because the other pool may scale by its reports. Serve's own delays are 0, because

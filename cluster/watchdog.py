@@ -34,13 +34,13 @@ class _Task(NamedTuple):
 class Watchdog:
     """Watches a worker that performs one task at a time and may be idle in between. Any thread may query it."""
 
-    def __init__(self, patience: TimeoutPolicy) -> None:
-        self._patience = patience
+    def __init__(self, policy: TimeoutPolicy) -> None:
+        self._policy = policy
         self._task: _Task | None = None  # replaced atomically, because other threads read it
 
     def begin_task(self, expected_s: float | None, now: float) -> float:
         """Records the start of a task; returns its time limit in seconds."""
-        limit_s = self._patience.limit_s(expected_s)
+        limit_s = self._policy.limit_s(expected_s)
         self._task = _Task(now, limit_s)
         return limit_s
 

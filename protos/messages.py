@@ -249,7 +249,12 @@ class Open:
     @property
     def takes_trees(self) -> bool:
         """True if blocks may be trees; rejection sampling allows only chains, except at temperature 0."""
-        return self.sampling.greedy or self.acceptance is Acceptance.COUPLED
+        return not self.uses_draft_probs
+
+    @property
+    def uses_draft_probs(self) -> bool:
+        """True if acceptance of draft tokens depends on their draft probabilities."""
+        return self.acceptance is Acceptance.REJECTION and not self.sampling.greedy
 
     @classmethod
     def measured(

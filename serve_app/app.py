@@ -9,7 +9,7 @@ from typing import Any
 from ray import serve
 
 from cluster.config import LearningOptions, Replicas, ServedModel, ServerConfig, SlipstreamConfig, validated
-from cluster.placement import ALONE_POLICY, actor_options, bounds, scaling_settings, target_group_options
+from cluster.placement import ALONE_POLICY, actor_options, autoscaling_config, scaling_settings, target_group_options
 from serve_app.api.replies import RETRY_AFTER_S
 from serve_app.deployments import DraftDeployment, RouterDeployment, TargetDeployment, TrainerDeployment
 from serve_app.serve_manifest import APPLICATION as APPLICATION
@@ -90,7 +90,7 @@ def _trainer(served: ServedModel, learning: LearningOptions) -> serve.Applicatio
 
 
 def _scaling(replicas: Replicas) -> dict[str, Any]:
-    return {**bounds(replicas), "policy": dict(ALONE_POLICY)}
+    return {**autoscaling_config(replicas), "policy": dict(ALONE_POLICY)}
 
 
 def _logging(server: ServerConfig) -> dict[str, Any]:

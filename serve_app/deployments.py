@@ -36,7 +36,7 @@ from cluster.config_sections import TracingConfig
 from cluster.drafting.method import ExchangesWeights
 from cluster.errors import EngineError
 from cluster.routing.ray_membership import ADDRESS, COSTS, TRANSLATES, addresses, running_replicas
-from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
+from cluster.speculation.controller import Adaptive, LockStep, PacingPolicy
 from cluster.telemetry import Actor, Timeline, pack
 from cluster.trust import PeerRole
 from serve_app.api.replies import HealthReport
@@ -76,7 +76,7 @@ LOOK_PERIOD_S = 2.0  # seconds between a trainer's checks for new examples
 
 def pacing_policy(speculation: SpeculationConfig) -> PacingPolicy:
     """Returns the configured pacing policy."""
-    return ReferenceLoop() if speculation.is_lock_step else Adaptive()
+    return LockStep() if speculation.is_lock_step else Adaptive()
 
 
 def _status(is_ready: bool) -> Literal["ok", "unavailable"]:
@@ -248,7 +248,7 @@ class TargetDeployment(_ReplicaDeployment):
             "wasted_tokens": scheduler.counts.wasted_tokens,
             "step_s": scheduler.counts.step_s,
             "idle_s": scheduler.counts.idle_s,
-            "pages": scheduler.pages,
+            "pages": scheduler.page_counts,
             "speculation": {
                 "non_speculative_rate": load.non_speculative_rate,
                 "gain": load.gain,

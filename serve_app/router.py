@@ -58,7 +58,7 @@ class RouterActivity:
     """Current state and counters of the router."""
 
     seeking: int  # number of sessions without a target
-    breakers: Mapping[str, bool]  # by drafter address; True: open
+    breakers: Mapping[str, bool]  # by drafter address; True: gets no sessions now
 
 
 @dataclass(eq=False)
@@ -264,7 +264,7 @@ class Router:
     def activity(self) -> RouterActivity:
         """Returns the router's current state and counters."""
         seeking = sum(one.session.phase is Phase.SEEKING for one in self.sessions)
-        return RouterActivity(seeking, self.sessions.breakers.are_open(self._clock()))
+        return RouterActivity(seeking, self.sessions.breakers.are_unavailable(self._clock()))
 
     @property
     def is_idle(self) -> bool:

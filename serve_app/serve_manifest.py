@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from cluster.config import DraftPool, ServerConfig, SlipstreamConfig
 from cluster.config_sections import STATE_READERS
 from cluster.errors import ConfigError
-from cluster.placement import AUTOSCALING_POLICY, actor_options, bounds, scaling_settings
+from cluster.placement import AUTOSCALING_POLICY, actor_options, autoscaling_config, scaling_settings
 
 Json = dict[str, Any]
 
@@ -67,12 +67,12 @@ def deployment_parts(config: SlipstreamConfig) -> dict[str, Json]:
     for one in config.served:
         draft = one.config.draft
         targets[one.target] = {
-            "autoscaling_config": bounds(one.config.target.replicas),
+            "autoscaling_config": autoscaling_config(one.config.target.replicas),
             "user_config": scaling_settings(one),
         }
         own = _environment({DRAFT: _given(draft, "replicas")})
         drafters[one.drafter] = {
-            "autoscaling_config": bounds(draft.replicas),
+            "autoscaling_config": autoscaling_config(draft.replicas),
             "ray_actor_options": {**_placement(draft), **own},
         }
         if draft.learning is not None:

@@ -34,7 +34,7 @@ def accept(rule: Acceptance, greedy: bool, logits: Tensor, draft: DraftTree, at:
         return match(logits.argmax(dim=-1).tolist(), draft)
     if rule is Acceptance.COUPLED:
         return match(draw(logits, draft, at), draft)
-    return _accept_by_ratio(logits, draft, at)
+    return _accept_by_rejection(logits, draft, at)
 
 
 def draw(logits: Tensor, draft: DraftTree, at: DrawAddress) -> list[int]:
@@ -43,8 +43,8 @@ def draw(logits: Tensor, draft: DraftTree, at: DrawAddress) -> list[int]:
     return [gumbel_argmax(row, at.key(offset, Purpose.DRAW)) for offset, row in drawn]
 
 
-def _accept_by_ratio(logits: Tensor, draft: DraftTree, at: DrawAddress) -> BlockDecision:
-    assert draft.is_chain, "the ratio rule decides about chains"
+def _accept_by_rejection(logits: Tensor, draft: DraftTree, at: DrawAddress) -> BlockDecision:
+    assert draft.is_chain, "rejection sampling supports only chains"
     count = len(draft)
     path = tuple(range(count))
     target_probs = torch.softmax(logits.to(torch.float64), dim=-1)

@@ -193,7 +193,7 @@ class StepDecoder:
         for outcome in outcomes:
             path = outcome.path
             accepted = len(path)
-            if not outcome.is_plain:
+            if not outcome.has_only_tokens:
                 numbers.append(_WHOLE)
                 wholes.append(outcome)
             elif accepted and path[-1] != accepted - 1:

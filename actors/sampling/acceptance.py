@@ -256,7 +256,7 @@ def _decide_alike(blocks: Sequence[PendingBlock], logits: Tensor, exhaustive: bo
     filters = Filters.of([block.sampling for block in blocks for _ in range(block.positions)], logits.device)
     restricted = restrict(logits.to(torch.float32), filters, exhaustive)
     if blocks[0].rule is Acceptance.REJECTION:
-        return _accept_by_ratio(blocks, restricted, finite)
+        return _accept_by_rejection(blocks, restricted, finite)
     draw_keys = [each for block in blocks for each in block.draw_keys]
     own = _draw(restricted.logits, to_device([draw_keys], logits.device)[0], restricted.candidates)
     return _match(blocks, torch.where(finite, own, NOT_FINITE), restricted.is_exact)
@@ -320,14 +320,14 @@ class _Grid:
         self.tokens = [token for b in blocks for token in (*b.draft.tokens, *[0] * (self.drafts - len(b.draft)))]
 
 
-def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite: Tensor) -> _OnDevice:
+def _accept_by_rejection(blocks: Sequence[PendingBlock], target: Restricted, finite: Tensor) -> _OnDevice:
     """Accepts with probability min(1, target_probs / draft_probs); draws only at the position after the accepted
     tokens.
     """
     assert all(block.draft.is_chain for block in blocks), "rejection sampling supports only chains"
     device = target.logits.device
     grid = _Grid(blocks)
-    inputs = _RatioInputs(blocks)
+    inputs = _RejectionInputs(blocks)
     row_at, drafts, keys, ids = to_device([grid.row_at, grid.tokens, inputs.keys, inputs.ids], device)
     bounds, probs = to_device([inputs.bounds, inputs.probs], device, torch.float64)
     row_at = row_at.view(grid.rows, -1)
@@ -360,7 +360,7 @@ def _accept_by_ratio(blocks: Sequence[PendingBlock], target: Restricted, finite:
     return _OnDevice(torch.cat([accepted, token, is_exact]), read)
 
 
-class _RatioInputs:
+class _RejectionInputs:
     """Inputs of rejection sampling, for every cell of the grid.
 
     `bounds`, (blocks, drafts): a draft token is accepted if its target probability exceeds its bound. `keys`, (blocks,

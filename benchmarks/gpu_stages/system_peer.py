@@ -27,7 +27,7 @@ from actors.models.decoder import decoder_for
 from actors.servers import serve_drafter, serve_target
 from actors.target import TargetReplica
 from cluster.drafting.session_table import DrafterLimits
-from cluster.speculation.controller import Adaptive, ReferenceLoop
+from cluster.speculation.controller import Adaptive, LockStep
 from cluster.telemetry import Actor, Timeline
 from cluster.verification.scheduler import VerificationLimits
 from gpu_stages.steps import CAPTURED, EAGER, PAGE_SIZE, capturable, capture_on
@@ -148,7 +148,7 @@ async def _serve_target(sizes: PairSizes, device: torch.device, connection: Conn
         runner = serving.runner(pages, sessions, sizes.vocabulary)
         cost = profile_steps(runner, PAGE_SIZE, pages, sessions)
         engine = ThreadEngine(StepExecutor(runner, sizes.vocabulary))
-        pacing = ReferenceLoop() if sizes.is_lock_step else Adaptive()
+        pacing = LockStep() if sizes.is_lock_step else Adaptive()
         replicas[arm] = TargetReplica(engine, limits, *IDENTITY, STEP_TIMEOUT_S, pacing, cost)
         replicas[arm].timeline = Timeline(replicas[arm].timeline.now, TRACED_EVENTS)
         servers[arm] = await serve_target(replicas[arm], "127.0.0.1")

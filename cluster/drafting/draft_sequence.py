@@ -98,7 +98,7 @@ class DraftSequence:
         self.guesses = {}
         return hit
 
-    def take(self, request: DraftRequest, drafts_ahead: bool) -> None:
+    def apply_request(self, request: DraftRequest, drafts_ahead: bool) -> None:
         """Applies the target's request for the current prefix; `drafts_ahead` enables lookahead."""
         self.requested_tokens = request.max_tokens
         self.least_chance = request.least_chance

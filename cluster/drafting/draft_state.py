@@ -9,7 +9,7 @@ from cluster.drafting.requests import LookaheadRequest, Proposal, SessionText
 from cluster.drafting.trees import Branch, Choices, likeliest_paths, threshold_of, tree_of
 from protos.draft_tree import DraftTree, SparseProbs
 from protos.frozen import value
-from protos.messages import Acceptance, DraftRequest, Shape
+from protos.messages import DraftRequest, Shape
 from protos.prefix import hashes_after
 
 REPREDICTION_VALUE = 0.25  # relative value of a forward pass that replaces a recurrent head's predictions
@@ -58,7 +58,7 @@ class BlockDraft:
     sends_probs: bool = field(init=False)  # True under rejection sampling, which needs draft_probs
 
     def __post_init__(self) -> None:
-        self.sends_probs = self.text.open.acceptance is Acceptance.REJECTION and not self.text.open.sampling.greedy
+        self.sends_probs = self.text.open.uses_draft_probs
 
     @property
     def lookahead(self) -> LookaheadRequest:
@@ -205,7 +205,7 @@ class BlockDraft:
             return
         if self.unverified is not None and len(self.drafted) < len(self.unverified):
             token = self.unverified[len(self.drafted)]
-            choices = choices.including(token, self.lookahead.claim((*self.tokens, token)))
+            choices = choices.including(token, self.lookahead.conditional_chance((*self.tokens, token)))
         p_accepted = self.p_accepted * choices.chances[0]
         if p_accepted < max(self.least_chance, self._least_of_tree):
             self.is_cut = True
@@ -220,7 +220,7 @@ class BlockDraft:
         Stops after the first position where the token under verification differs from the prediction.
         """
         for prediction, token in zip(considered, self.unverified or (), strict=False):
-            there = prediction.choices.including(token, self.lookahead.claim((*self.tokens, token)))
+            there = prediction.choices.including(token, self.lookahead.conditional_chance((*self.tokens, token)))
             p_accepted = self.p_accepted * there.chance_of(token)
             self.drafted.append(replace(prediction, token=token, choices=there, p_accepted=p_accepted))
             if token != prediction.token:

@@ -36,7 +36,7 @@ class LookaheadRequest:
     shape: Shape = Shape.CHAIN  # block shape supported by the target
     chances: tuple[float, ...] = field(default=(), compare=False)  # cumulative, per node of `unverified`
 
-    def claim(self, path: tuple[int, ...]) -> float:
+    def conditional_chance(self, path: tuple[int, ...]) -> float:
         """Returns the drafter's conditional probability of the path's last token; 0 if unknown."""
         nodes = self.unverified.along(path)
         if not self.chances or len(nodes) < len(path):

@@ -297,7 +297,7 @@ class SessionTable:
         """
         session = self._session_at(target, request)
         if session is not None and session.address == (request.base_len, request.prefix_hash):
-            session.take(request, drafts_ahead=self._draft_ahead)
+            session.apply_request(request, drafts_ahead=self._draft_ahead)
             (self._paused_targets.discard if session.requested_tokens else self._paused_targets.add)(target)
             if session.lacks_states and session.lacks_block:  # the target must not wait for its own missing states
                 return [(target, NoDraft(request.session, request.base_len, request.prefix_hash))]

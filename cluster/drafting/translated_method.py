@@ -10,7 +10,7 @@ from cluster.drafting.translation import TranslatedText, Translator
 from cluster.drafting.trees import TokenPath, likeliest_of, tree_of
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.frozen import value
-from protos.messages import NO_RULES, NO_SCORING, Acceptance, DraftRequest, Open, Shape
+from protos.messages import NO_RULES, NO_SCORING, DraftRequest, Open, Shape
 from protos.prefix import hashes_after
 
 NO_LIMIT = 1 << 30  # session length limit, since the limit in draft tokens is unknown
@@ -112,9 +112,7 @@ class TranslatedMethod:
         return with_empty_proposals(translated(drafted), requests)
 
     def _can_draft(self, session: str) -> bool:
-        request = self._open[session]
-        is_ratio = request.acceptance is Acceptance.REJECTION and not request.sampling.greedy
-        return not is_ratio and self._texts[session].prefix.length > 0
+        return not self._open[session].uses_draft_probs and self._texts[session].prefix.length > 0
 
     def _inner(self, request: DraftRequest) -> DraftRequest:
         prefix = self._texts[request.session].prefix

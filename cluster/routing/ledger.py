@@ -253,7 +253,7 @@ class Session:
         self.counts.blocks += verdict.drafted > 0
         self.counts.drafted += verdict.drafted
         self.counts.accepted += verdict.accepted
-        if self.drafter is not None and verdict.answer is not DraftAnswer.NOT_ASKED:
+        if self.drafter is not None:
             self.has_drafted |= verdict.answer is DraftAnswer.GIVEN
         cached = min(verdict.prefix_cached, prompt_len) if is_first else 0
         commands: list[Command] = [

@@ -150,7 +150,8 @@ class Peers:
     """A router's record of one pool: the replicas that accept sessions, and the router's session count on each."""
 
     def __init__(self, router: str) -> None:
-        self.leaving: set[str] = set()  # replicas that announced a shutdown; they accept no new sessions
+        # Replicas that announced a shutdown; they accept no new sessions; both pools list every leaving peer.
+        self.leaving: set[str] = set()
         self._router = router
         self._sessions: Counter[str] = Counter()
         self._up: dict[str, Candidate] = {}  # replicas that accept sessions, by address

@@ -123,7 +123,7 @@ class CircuitBreakers:
         """Records a drafter's report of overload."""
         self._breakers[address].refused(now)
 
-    def are_open(self, now: float) -> dict[str, bool]:
+    def are_unavailable(self, now: float) -> dict[str, bool]:
         """Returns, by address, True if the drafter gets no sessions now."""
         return {address: not breaker.takes(now) for address, breaker in dict(self._breakers).items()}
 

@@ -211,7 +211,7 @@ def best_request(level: int, limit: int, load: Load) -> DraftingDecision:
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceLoop:
+class LockStep:
     """Lock-step policy with a fixed draft length: drafts for all sessions, then verifies all.
 
     `patience` is the maximum wait of a step for blocks, in seconds.

@@ -259,7 +259,7 @@ class StepCost:
     def __init__(self, profile: ForwardCost | None = None) -> None:
         self._shape = profile or UNPROFILED_COST
         self._pace = Mean(0, float(profile is not None))  # speculative steps relative to `_shape`, without waits
-        self._plain = Mean()  # non-speculative steps relative to `_pace`, measured from step end to step end
+        self._non_speculative = Mean()  # non-speculative steps relative to `_pace`, measured from step end to step end
         self._prompts = Mean()  # the same for non-speculative steps with prompts
         self._run = COMPARED_STEPS  # number of non-speculative steps since the latest speculative step
 
@@ -270,7 +270,7 @@ class StepCost:
         if self._run > COMPARED_STEPS:
             self._pace = pace_after(self._pace, ratio / self._scale)
         else:
-            self._plain = pace_after(self._plain, ratio / self._pace.value, NON_SPECULATIVE_MEMORY)
+            self._non_speculative = pace_after(self._non_speculative, ratio / self._pace.value, NON_SPECULATIVE_MEMORY)
 
     def with_prompts(self, rows: int, tokens: int, seconds: float) -> None:
         """Records a non-speculative step that also feeds prompts."""
@@ -305,7 +305,7 @@ class StepCost:
 
         None until such a step has been compared with speculative steps.
         """
-        return self._shape.times(self.non_speculative_pace) if self._plain.count else None
+        return self._shape.times(self.non_speculative_pace) if self._non_speculative.count else None
 
     @property
     def cost(self) -> ForwardCost:
@@ -314,7 +314,7 @@ class StepCost:
 
     @property
     def _scale(self) -> float:
-        return self._plain.value if self._plain.count else 1.0
+        return self._non_speculative.value if self._non_speculative.count else 1.0
 
 
 @dataclass(frozen=True)

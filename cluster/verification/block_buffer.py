@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field, replace
 
 from protos.codec import encoded_bytes
-from protos.messages import Acceptance, Attach, Block, Open
+from protos.messages import Attach, Block, Open
 from protos.prefix import Prefix
 
 
@@ -65,7 +65,7 @@ class BlockBuffer:
 
         Draft probabilities, by far the largest part, are kept only for rejection sampling.
         """
-        if block.tree.probs is not None and not _needs_probs(request):
+        if block.tree.probs is not None and not request.uses_draft_probs:
             block = replace(block, tree=replace(block.tree, probs=None))
         if block.base_len < prefix.length:
             late = block
@@ -136,7 +136,7 @@ class BlockBuffer:
         if stored is not None:
             # A newer version replaces a block, except under rejection sampling, where the choice must not depend on
             # tokens.
-            return "duplicate" if _needs_probs(request) or stored == block else None
+            return "duplicate" if request.uses_draft_probs or stored == block else None
         is_full = len(self._blocks) >= self._limits.blocks or self._probs_bytes > self._limits.bytes
         if is_full and not is_current:  # the current block always fits
             return "buffer_full"
@@ -157,11 +157,6 @@ class BlockBuffer:
             return None
         self._counts.rebased += 1
         return Block(block.session, prefix.length, prefix.hash, rest)
-
-
-def _needs_probs(request: Open) -> bool:
-    """Returns True if verification of the session's blocks reads their draft probabilities."""
-    return request.acceptance is Acceptance.REJECTION and not request.sampling.greedy
 
 
 def _is_for(block: Block, prefix: Prefix) -> bool:

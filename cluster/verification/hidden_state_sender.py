@@ -129,7 +129,7 @@ class HiddenStateSender:
         window_bytes: int | None = None,
     ) -> None:
         self.rows: Counter[str] = Counter()  # number of rows sent, by channel: `verdict` or `apart`
-        self.fresh = None if is_kept else StateRecompute(admission.pages.page_size)
+        self.recompute = None if is_kept else StateRecompute(admission.pages.page_size)
         self._layout = layout
         self._admission = admission
         self._pages = admission.pages
@@ -143,20 +143,22 @@ class HiddenStateSender:
         row_bytes = self._layout.row_bytes if self._layout is not None else 0
         rows = {way: self.rows[way] for way in ("verdict", "apart")}
         counts = {**rows, **{f"{way}_bytes": count * row_bytes for way, count in rows.items()}}
-        return counts if self.fresh is None else {**counts, "again": self.fresh.recomputed, "lost": self.fresh.lost}
+        if self.recompute is None:
+            return counts
+        return {**counts, "again": self.recompute.recomputed, "lost": self.recompute.lost}
 
     # ------------------------------------------------------------ steps
 
     def before_step(self) -> None:
         """Prepares feeds before a step is planned; no-op if pages keep states."""
-        if self.fresh is not None:
-            self.fresh.rewind(self._admission.running.values())
+        if self.recompute is not None:
+            self.recompute.rewind(self._admission.running.values())
 
     def record_step(self, rows: Sequence[tuple[TargetSequence, Row]], decided: Mapping[str, Outcome]) -> None:
         """Makes the step's states readable for sessions that are still open."""
-        if self.fresh is not None and rows:
+        if self.recompute is not None and rows:
             running = self._admission.running
-            self.fresh.record_step([each for each in rows if running.get(each[1].session) is each[0]], decided)
+            self.recompute.record_step([each for each in rows if running.get(each[1].session) is each[0]], decided)
 
     # ------------------------------------------------------------ messages from drafters
 
@@ -186,7 +188,9 @@ class HiddenStateSender:
         if self._layout is None or feed is None or session.exchange.is_paused or not row.decide:
             return ()
         unsent_bytes = (row.base_len - feed.sent) * self._layout.row_bytes
-        if not 0 <= unsent_bytes <= self._verdict_states_bytes or (self.fresh is not None and feed.sent < row.start):
+        if not 0 <= unsent_bytes <= self._verdict_states_bytes:
+            return ()
+        if self.recompute is not None and feed.sent < row.start:
             return ()
         return self._slots(session, feed.sent, row.start + len(row.tokens))
 
@@ -234,8 +238,8 @@ class HiddenStateSender:
         first = missing.feed.sent
         end = min(missing.end, first + layout.rows_in_message)
         name = missing.session.open.session
-        if self.fresh is not None:
-            return StateRead(name, first, self.fresh.slots(name, first, end))
+        if self.recompute is not None:
+            return StateRead(name, first, self.recompute.slots(name, first, end))
         return StateRead(name, first, self._slots(missing.session, first, end))
 
     def sent(self, read: StateRead, rows: bytes) -> list[Send]:
@@ -255,15 +259,16 @@ class HiddenStateSender:
             feed = session.live_feed
             if feed is None or session.exchange.is_paused:
                 continue
-            if self.fresh is not None:
-                self.fresh.begin(session, feed)
+            if self.recompute is not None:
+                self.recompute.begin(session, feed)
             end = self._end_of_readable(session, feed)
             if end > feed.sent:
                 yield _MissingStates(session, feed, end)
 
     def _end_of_readable(self, session: TargetSequence, feed: StateFeed) -> int:
-        if self.fresh is not None:
-            return min(self.fresh.end(session.open.session, feed.sent), session.cache.length)  # less after a rollback
+        if self.recompute is not None:
+            readable = self.recompute.end(session.open.session, feed.sent)
+            return min(readable, session.cache.length)  # less after a rollback
         end = self._pages.held(session.open.session, session.cache.length)
         return end if session.cache.displaced_from is None else min(end, session.cache.displaced_from)
 

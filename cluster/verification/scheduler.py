@@ -42,7 +42,6 @@ from cluster.verification.hidden_state_sender import HiddenStateSender
 from cluster.verification.sequence import Decision, DrafterAccess, TargetSequence
 from cluster.verification.step import Outcome, Row, StepPlan
 from protos.messages import (
-    Acceptance,
     Attach,
     Block,
     Close,
@@ -141,7 +140,7 @@ class VerificationLimits:
             return f"token id {highest} is outside the vocabulary of {self.vocabulary}"
         if request.max_len > self.max_context:
             return f"max_len is {request.max_len}, expected at most {self.max_context}, the target's context"
-        if self.own_draws_only and request.acceptance is Acceptance.REJECTION and not request.sampling.greedy:
+        if self.own_draws_only and request.uses_draft_probs:
             return "acceptance is rejection, but this target only supports coupled; request coupled, or set a seed"
         if self.own_draws_only and request.scoring.prompt_top is not None:
             return "this target scores only generated tokens; remove prompt_logprobs, or logprobs with echo"
@@ -209,7 +208,7 @@ class TargetReporter:
         self._first_tokens = 0  # number of sessions with a first token
         self._first_token_s = 0.0  # total time to first token of these sessions, in seconds
 
-    def deciding(self, session: TargetSequence, now: float) -> None:
+    def record_first_token(self, session: TargetSequence, now: float) -> None:
         """Records a session's time to first token, from the arrival of its Open; call this before each decision."""
         if not session.committed_at and not session.open.audit:
             self._first_tokens += 1
@@ -656,7 +655,7 @@ class VerificationScheduler:
         return {"sessions": float(running), "queued": float(len(self.admission.waiting))}
 
     @property
-    def pages(self) -> dict[str, int]:
+    def page_counts(self) -> dict[str, int]:
         """Cache pages: `total`, and `held` by sessions; the others are free or evictable."""
         return {"total": self._limits.pages, "held": self._limits.pages - self._pages.available}
 
@@ -755,7 +754,7 @@ class VerificationScheduler:
         collapse = (
             self.draft_quality.block_verified(session, row.base_len, requested, outcome.accepted) if drafted else None
         )
-        self.reporter.deciding(session, step.now)
+        self.reporter.record_first_token(session, step.now)
         session.learn(row, outcome, decision, step.now)
         if decision.finish is Finish.NONE:
             self._decide_drafting(session, step.now)

@@ -85,7 +85,7 @@ class CacheState:
 
         Before these moves, the cache is in order only up to `row.base_len`.
         """
-        moves = row.kept(path, page_size)
+        moves = row.moves_along(path, page_size)
         self.displaced_from = row.base_len if moves else None
         return moves
 

@@ -78,7 +78,7 @@ class Row:
         known_slots = len(self.state_slots) - self.drafted
         return [*self.state_slots[:known_slots], *[self.state_slots[known_slots + node] for node in path]]
 
-    def kept(self, path: Sequence[int], page_size: int) -> list[SlotMove]:
+    def moves_along(self, path: Sequence[int], page_size: int) -> list[SlotMove]:
         """Returns the slot moves that place the nodes of a path directly after the committed tokens."""
         if not path or path[-1] == len(path) - 1:
             return []  # the accepted nodes are already in place
@@ -127,7 +127,7 @@ class Outcome:
     is_finite: bool = True
 
     @property
-    def is_plain(self) -> bool:
+    def has_only_tokens(self) -> bool:
         """True if the outcome has only tokens."""
         extras = self.states or self.scores or self.prompt_scores
         return self.is_finite and self.margin is None and not extras

@@ -32,7 +32,7 @@ from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import CommittedTokens, Generation, Session
-from cluster.speculation.controller import ReferenceLoop
+from cluster.speculation.controller import LockStep
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from examples.train_head.answers import prompt_ids
 from protos.messages import Acceptance, DraftRequest, Sampling
@@ -104,7 +104,7 @@ class Pair:
     ) -> list[CommittedTokens]:
         rows = self._runner.vocabulary
         limits = VerificationLimits(rows, CONTEXT, 1, 512, PAGES, PAGE_SIZE, trees=False, states=self._layout)
-        target = VerificationScheduler(limits, ReferenceLoop())
+        target = VerificationScheduler(limits, LockStep())
         drafter = DraftScheduler(DrafterLimits(rows, CONTEXT, 1, self._layout), draft_ahead=False)
         generation = Generation(
             session=f"s{index}",

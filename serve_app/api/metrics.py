@@ -72,11 +72,11 @@ class VerdictTotals(Collector):
         self._gap_s = 0.0  # sum of all gaps
         self._gaps = [0] * (len(_GAP_SECONDS) + 1)  # number of gaps by bucket
 
-    def add(self, emit: CommittedTokens) -> None:
-        self._tokens += len(emit.tokens)
-        if emit.drafted:
-            self._drafted += emit.drafted
-            self._accepted[emit.accepted] += 1
+    def add(self, verdict: CommittedTokens) -> None:
+        self._tokens += len(verdict.tokens)
+        if verdict.drafted:
+            self._drafted += verdict.drafted
+            self._accepted[verdict.accepted] += 1
         else:
             self._without_block += 1
 
@@ -215,13 +215,13 @@ class Metrics:
         self._prompt_tokens.inc(tokens)
         self._prompt_lengths.observe(tokens)
 
-    def committed(self, emit: CommittedTokens, seconds: float, *, first: bool) -> None:
+    def committed(self, verdict: CommittedTokens, seconds: float, *, first: bool) -> None:
         """Counts a verdict that arrived `seconds` after the previous verdict, or after the session's start."""
         if first:
             self._first_token.observe(seconds)
         else:
             self._verdicts.add_gap(seconds)
-        self._verdicts.add(emit)
+        self._verdicts.add(verdict)
 
     def families(self) -> Iterator[Metric]:
         """Returns all metric families by model; metrics that vLLM also has are repeated under vLLM's names."""

@@ -88,7 +88,7 @@ def target_sample(replica: TargetReplica, name: str) -> TargetSample:
     """Samples a target on its event loop; takes well under a millisecond."""
     scheduler = replica.scheduler
     load = scheduler.load()
-    pages = scheduler.pages
+    pages = scheduler.page_counts
     return TargetSample(
         name=name,
         at_s=replica.timeline.now(),

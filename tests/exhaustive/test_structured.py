@@ -23,7 +23,7 @@ from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import Generation, Session
-from cluster.speculation.controller import ReferenceLoop
+from cluster.speculation.controller import LockStep
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import Acceptance, Sampling
 from serve_app.api.fields import ResponseFormat
@@ -80,7 +80,7 @@ class Pair:
         """Generates an answer with the reference loop."""
         session = Session(generation)
         limits = VerificationLimits(len(self._tokens), CONTEXT, 1, CONTEXT, CONTEXT // PAGE_SIZE, PAGE_SIZE)
-        target = VerificationScheduler(limits, ReferenceLoop())
+        target = VerificationScheduler(limits, LockStep())
         drafter = DraftScheduler(DrafterLimits(len(self._tokens), CONTEXT, 1), draft_ahead=False)
         executor = StepExecutor(self._runner, len(self._tokens), grammars=self.grammars)
         for _ in lock_step(session, drafter, method, target, executor):

@@ -27,7 +27,7 @@ from cluster.drafting.session_table import DrafterLimits
 from cluster.learning import Example
 from cluster.routing.ledger import CommittedTokens, Ended, Generation
 from cluster.routing.membership import Endpoint, Members
-from cluster.speculation.controller import Adaptive, ReferenceLoop
+from cluster.speculation.controller import Adaptive, LockStep
 from cluster.trust import PeerRole
 from cluster.verification.scheduler import VerificationLimits
 from cluster.verification.step import Outcome, StateRead, StepPlan
@@ -251,7 +251,7 @@ async def cluster(
         )
         attended = AttendedEngine(PacedEngine(engines[-1], pace))
         engine = wrap_engine(attended)
-        pacing = ReferenceLoop(patience=PATIENCE_S) if lock_step else Adaptive()
+        pacing = LockStep(patience=PATIENCE_S) if lock_step else Adaptive()
         replica = TargetReplica(
             engine, limits, IDENTITY.vocabulary, IDENTITY.target_model, 30, pacing, tracer=tracer("target")
         )

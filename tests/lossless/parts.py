@@ -25,7 +25,7 @@ from cluster.drafting.translation import TranslatedText, Translator
 from cluster.page_allocator import PageCopy
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import CommittedTokens, Generation, Session
-from cluster.speculation.controller import Adaptive, DraftingDecision, ExpectedBlock, PacingPolicy, ReferenceLoop
+from cluster.speculation.controller import Adaptive, DraftingDecision, ExpectedBlock, LockStep, PacingPolicy
 from cluster.speculation.estimators import DraftValue, Load
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.messages import NO_RULES, Acceptance, Block, Message, Sampling, TokenRules
@@ -152,7 +152,7 @@ class RandomPacing:
 
 def pacing_of(setting: Setting, sessions: int) -> PacingPolicy:
     if setting.lock_step:
-        return ReferenceLoop()
+        return LockStep()
     return RandomPacing(sessions, 0.0 if setting.step_cost is None else 0.1)
 
 

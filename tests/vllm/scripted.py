@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.page_allocator import SessionMemory
-from cluster.speculation.controller import ReferenceLoop
+from cluster.speculation.controller import LockStep
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.draft_tree import DraftTree
@@ -61,7 +61,7 @@ class ScriptedTarget:
     lives: dict[str, Life] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.scheduler = VerificationScheduler(self.limits, ReferenceLoop(), memory=self.memory)
+        self.scheduler = VerificationScheduler(self.limits, LockStep(), memory=self.memory)
 
     def open(self, request: Open) -> None:
         self.lives[request.session] = Life(request, Prefix(request.hash_key, request.tokens))

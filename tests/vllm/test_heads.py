@@ -26,7 +26,7 @@ from cluster.drafting.session_table import DrafterLimits
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import CommittedTokens, Generation, Session
 from cluster.routing.membership import Endpoint, Members
-from cluster.speculation.controller import ReferenceLoop
+from cluster.speculation.controller import LockStep
 from cluster.verification.scheduler import VerificationScheduler
 from cluster.verification.step import Outcome, StepPlan
 from protos.messages import Acceptance, Identity, Sampling
@@ -107,7 +107,7 @@ def test_in_lock_step_every_draft_of_a_right_head_is_accepted(
     method, bounds = method_of(asked, tiny_llama)
     assert bounds.states.width == HIDDEN, "the target projects"
     target = VerificationScheduler(
-        limits(core.memory.pages, core.memory.page_size, bounds.states), ReferenceLoop(), memory=core.memory
+        limits(core.memory.pages, core.memory.page_size, bounds.states), LockStep(), memory=core.memory
     )
     drafter = DraftScheduler(bounds, draft_ahead=False)
     text = texts[name]
@@ -147,7 +147,7 @@ async def pair(
     taken = limits(core.memory.pages, core.memory.page_size, bounds.states)
     engine = ThreadEngine(core)
     names = (IDENTITY.vocabulary, IDENTITY.target_model)
-    replica = TargetReplica(engine, taken, *names, 300, ReferenceLoop(), memory=core.memory)
+    replica = TargetReplica(engine, taken, *names, 300, LockStep(), memory=core.memory)
     drafter = Drafter(method, bounds, {"": IDENTITY}, draft_ahead=False)
     servers = [await serve_target(replica, "127.0.0.1"), await serve_drafter(drafter, "127.0.0.1")]
     target, draft = [Endpoint(server.address, server.address) for server in servers]

@@ -31,7 +31,7 @@ from cluster.drafting.session_table import DrafterLimits
 from cluster.errors import ConfigError
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import CommittedTokens, Generation, Session
-from cluster.speculation.controller import ReferenceLoop
+from cluster.speculation.controller import LockStep
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.draft_tree import NO_TREE, DraftTree
 from protos.messages import Acceptance, DraftRequest, Open, Sampling, Shape
@@ -129,7 +129,7 @@ class MeasuredTarget:
         limits = VerificationLimits(
             self._runner.vocabulary, self._context, 1, STEP_TOKENS, self._pages, PAGE_SIZE, trees=trees
         )
-        target = VerificationScheduler(limits, ReferenceLoop())
+        target = VerificationScheduler(limits, LockStep())
         drafter = DraftScheduler(DrafterLimits(self._runner.vocabulary, self._context, 1), draft_ahead=False)
         executor = StepExecutor(self._runner, self._runner.vocabulary)
         return lock_step(Session(generation), drafter, method, target, executor)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
-from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
+from cluster.speculation.controller import Adaptive, LockStep, PacingPolicy
 from tools.simulation.network import KEEPALIVE_S, NO_NETWORK_FAULTS, NetworkFaults
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson, Workload
 
@@ -107,7 +107,7 @@ class Speculation:
 
     @property
     def pacing(self) -> PacingPolicy:
-        return ReferenceLoop() if self.mode is Mode.LOCK_STEP else Adaptive()
+        return LockStep() if self.mode is Mode.LOCK_STEP else Adaptive()
 
 
 @dataclass(frozen=True, slots=True)

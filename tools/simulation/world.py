@@ -19,7 +19,7 @@ from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
 from cluster.reference_loop import lock_step
 from cluster.routing.ledger import Generation, Session
-from cluster.speculation.controller import ReferenceLoop
+from cluster.speculation.controller import LockStep
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from protos.frozen import value
 from protos.messages import Acceptance, Sampling
@@ -150,7 +150,7 @@ def check_specification(generation: Generation, reference_text: ReferenceText, d
         Session(generation),
         DraftScheduler(DrafterLimits(VOCABULARY, reference_text.max_len, max_sessions=1), draft_ahead=False),
         OracleMethod(reference_texts, draft),
-        VerificationScheduler(limits, ReferenceLoop()),
+        VerificationScheduler(limits, LockStep()),
         OracleEngine(reference_texts, limits.page_size),
     )
     committed = tuple([token for emit in rounds for token in emit.tokens])

@@ -371,7 +371,7 @@ class NgramDraft:
         root.unverified = path
         for token in path:
             there = _certain(token) if root.sends_probs else self._choices(root, root.tokens)
-            there = there.including(token, request.claim((*root.tokens, token)))
+            there = there.including(token, request.conditional_chance((*root.tokens, token)))
             root.drafted.append(DraftedToken(token, there, root.p_accepted * there.chance_of(token)))
         root.settle()
         return root

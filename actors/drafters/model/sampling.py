@@ -435,10 +435,10 @@ class DraftSampler:
             if (chain := self._processors.of(draft.text)) is not None:
                 whole = chain.apply(whole, [chain.path(draft.whole_text)])
             row = filtered(whole, draft.text.open.sampling)[0]
-            token, ids, weights = self._draw_by_ratio(draft, row)
+            token, ids, weights = self._draw_for_rejection(draft, row)
             draft.append(token, _choices(row), state, ids, weights)
 
-    def _draw_by_ratio(self, draft: BlockDraft, logits: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    def _draw_for_rejection(self, draft: BlockDraft, logits: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """Draws a token from the truncated and rounded distribution to send; returns the token, and the ids and weights
         of the distribution.
 

@@ -20,7 +20,7 @@ from cluster.placement import (
     ALONE_POLICY,
     AUTOSCALING_POLICY,
     actor_options,
-    bounds,
+    autoscaling_config,
     rank_bundle,
     scaling_settings,
     target_group_options,
@@ -69,7 +69,7 @@ def test_a_group_whose_ranks_have_no_cpus_includes_the_coordinator():
 
 def test_bounds_and_settings_reach_the_policy():
     pool = DraftPool(method="ngram", max_sessions=12, replicas=DraftReplicas(min=0, max=4, down_delay_s=60))
-    scaled = bounds(pool.replicas)
+    scaled = autoscaling_config(pool.replicas)
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (0, 4)
     assert (scaled["upscale_delay_s"], scaled["downscale_delay_s"]) == (0, 0), "delays are the policy's"
     assert scaling_settings(served(draft=pool))["Drafter"] == {
@@ -82,7 +82,7 @@ def test_bounds_and_settings_reach_the_policy():
 
 def test_a_pool_of_fixed_size_reports_too():
     """The other pool may depend on its reports for scaling."""
-    scaled = bounds(TargetReplicas(min=2, max=2))
+    scaled = autoscaling_config(TargetReplicas(min=2, max=2))
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (2, 2)
 
 
@@ -96,7 +96,8 @@ def test_desired_sessions_per_target_replica(asked: float | None, aim: float):
 @pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field")
 def test_serve_receives_the_policies_by_value():
     """Serve's controller may lack this package, so unpickling must not import it."""
-    alone = AutoscalingConfig(**bounds(TargetReplicas()), policy=ALONE_POLICY).policy.get_serialized_policy_def()
+    config = AutoscalingConfig(**autoscaling_config(TargetReplicas()), policy=ALONE_POLICY)
+    alone = config.policy.get_serialized_policy_def()
     both = AutoscalingPolicy(**AUTOSCALING_POLICY).get_serialized_policy_def()
     settings = as_numbers(scaling_settings(served()))
     code = f"""if True:

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import CacheConfig, SpeculationConfig, TargetPool, TargetReplicas, validated
 from cluster.errors import EngineError, ModelError
-from cluster.speculation.controller import Adaptive, PacingPolicy, ReferenceLoop
+from cluster.speculation.controller import Adaptive, LockStep, PacingPolicy
 from serve_app import deployments, routed_model, startup
 from serve_app.api import template_process
 from serve_app.app import application
@@ -23,7 +23,7 @@ from serve_app.startup import engine_of
     [
         (SpeculationConfig(), Adaptive),
         (SpeculationConfig(schedule="adaptive"), Adaptive),
-        (SpeculationConfig(schedule="lock_step"), ReferenceLoop),
+        (SpeculationConfig(schedule="lock_step"), LockStep),
     ],
     ids=["default", "adaptive", "lock_step"],
 )

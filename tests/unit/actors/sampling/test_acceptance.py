@@ -75,11 +75,11 @@ def blocks(draw: st.DrawFn) -> PendingBlock:
     rule = draw(st.sampled_from(Acceptance))
     sampling = draw(st.sampled_from(SAMPLINGS))
     chain = tuple(draw(st.lists(tokens, max_size=4)))
-    is_ratio = rule is Acceptance.REJECTION and not sampling.greedy
+    uses_draft_probs = rule is Acceptance.REJECTION and not sampling.greedy
     return PendingBlock(
         rule=rule,
         sampling=sampling,
-        draft=DraftTree.chain(chain, draw(draft_probs(chain))) if is_ratio else draw(trees(VOCABULARY, 6)),
+        draft=DraftTree.chain(chain, draw(draft_probs(chain))) if uses_draft_probs else draw(trees(VOCABULARY, 6)),
         chain=a_chain(sampling, draw(st.lists(tokens, max_size=5)), draw(st.sampled_from(RULES))),
         at=DrawAddress(draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 3)), draw(st.integers(0, 999))),
     )

@@ -8,8 +8,8 @@ from cluster.autoscaling import (
     Need,
     TargetReport,
     TargetScaling,
-    coupled_need,
     draft_need,
+    fixed_ratio_need,
     reported,
     target_need,
 )
@@ -92,11 +92,11 @@ def test_undrafted_sessions_count_like_drafted_ones() -> None:
 def test_a_pool_without_reports_has_no_need() -> None:
     assert target_need([], TARGETS, 2) is None
     assert draft_need([], [DraftReport(shared=1.0)], DRAFTERS, 2) is None
-    assert coupled_need(None, 2.0) is None
+    assert fixed_ratio_need(None, 2.0) is None
 
 
 def test_a_coupled_pool_needs_the_size_of_the_other() -> None:
-    assert coupled_need(3, 0.5) == Need(1.5, "0.5 for each of 3 target replicas")
+    assert fixed_ratio_need(3, 0.5) == Need(1.5, "0.5 for each of 3 target replicas")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from cluster.page_allocator import EnginePages
-from cluster.speculation.controller import ReferenceLoop
+from cluster.speculation.controller import LockStep
 from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
 from cluster.verification.step import Outcome, Row, StateRead
 from protos.draft_tree import DraftTree
@@ -52,7 +52,7 @@ class Scene:
 
     def __init__(self, states: StatesFormat | None = None) -> None:
         self.memory = EnginePages(LIMITS.pages, LIMITS.page_size)
-        self.scheduler = VerificationScheduler(replace(LIMITS, states=states), ReferenceLoop(), memory=self.memory)
+        self.scheduler = VerificationScheduler(replace(LIMITS, states=states), LockStep(), memory=self.memory)
         self.prefix = Prefix(3, PROMPT)
         self.now = 0.0
 
@@ -131,7 +131,7 @@ def test_no_pages_are_planned_for_an_engine_with_its_own() -> None:
     rows = scene.planned()
     assert len(rows) == 4
     scene.step(rows, *[Outcome(name, (), 9) for name in rows], held=6)
-    assert scene.scheduler.pages == {"total": 8, "held": 6}
+    assert scene.scheduler.page_counts == {"total": 8, "held": 6}
 
 
 def test_cached_tokens_are_reported_after_the_first_step() -> None:
@@ -173,4 +173,6 @@ def test_rejection_sampling_and_prompt_scores_are_refused_with_a_reason() -> Non
         ((_, refusal),) = scene.scheduler.receive("router#1", request, 0.0)
         assert refusal.reason is RefusalReason.INVALID
         assert word in refusal.message
-    assert scene.scheduler.receive("router#1", asked(acceptance=Acceptance.REJECTION), 0.0) == [], "greedy has no ratio"
+    assert scene.scheduler.receive("router#1", asked(acceptance=Acceptance.REJECTION), 0.0) == [], (
+        "greedy sessions need no draft probabilities"
+    )

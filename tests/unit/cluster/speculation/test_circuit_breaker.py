@@ -121,7 +121,7 @@ def test_breakers_are_separate_by_address_and_a_new_stream_starts_closed():
     breakers = CircuitBreakers()
     breakers.refused("a", 0.0)
     assert (breakers.takes("a", 0.0), breakers.takes("b", 0.0)) == (False, True)
-    assert breakers.are_open(0.0) == {"a": True, "b": False}
+    assert breakers.are_unavailable(0.0) == {"a": True, "b": False}
     now = float(seconds_until_given_up(breakers, "b"))
     assert not breakers.takes("b", now)
     breakers.forget("b")

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.speculation.controller import Adaptive, ReferenceLoop, SpeculationController, StepShape
+from cluster.speculation.controller import Adaptive, LockStep, SpeculationController, StepShape
 from cluster.speculation.estimators import DraftValue
 from tests.unit.cluster.speculation.samples import drafting
 
@@ -166,7 +166,7 @@ def test_estimates_of_drafters_outlast_times_without_sessions():
         now += 1000
 
 
-@pytest.mark.parametrize(("policy", "tokens"), [(ReferenceLoop(), 24), (Adaptive(), 16)], ids=["lock step", "adaptive"])
+@pytest.mark.parametrize(("policy", "tokens"), [(LockStep(), 24), (Adaptive(), 16)], ids=["lock step", "adaptive"])
 def test_long_drafts_are_requested_as_the_schedule_allows(policy, tokens):
     pacer = SpeculationController(policy, profile=None)
     drafts = drafting()

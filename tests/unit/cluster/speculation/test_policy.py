@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from cluster.costs import ForwardCost
-from cluster.speculation.controller import Adaptive, DraftingDecision, ExpectedBlock, ReferenceLoop, SilentDrafters
+from cluster.speculation.controller import Adaptive, DraftingDecision, ExpectedBlock, LockStep, SilentDrafters
 from cluster.speculation.estimators import DraftValue, Load, StepCost
 from tests.unit.cluster.speculation.samples import LOAD, a_delay, a_value, drafting
 
@@ -177,11 +177,11 @@ def test_a_probe_goes_on_while_its_tokens_are_accepted():
     assert not policy.decide(drafts, 4, USELESS, 100.0).tokens
 
 
-# ---------------------------------------------------------------- the reference loop
+# ---------------------------------------------------------------- lock step
 
 
-def test_the_reference_loop_requests_and_waits_for_the_longest_block():
-    pacing = ReferenceLoop(patience=2.0)
+def test_lock_step_requests_and_waits_for_the_longest_block():
+    pacing = LockStep(patience=2.0)
     ask = pacing.decide(DraftValue(-4.0), 4, replace(LOAD, speculates=False), 0.0)
     assert (ask.tokens, ask.hold_step) == (4, True)
     assert ask.skip_for_s == pacing.hold_for_s([ExpectedBlock(ask.worth, 9.0)], LOAD) == 2.0

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.autoscaling import DraftReport, TargetReport
 from cluster.config import DraftPool, DraftReplicas, ModelConfig, SlipstreamConfig, TargetPool, TargetReplicas
-from cluster.placement import bounds, scaling_settings
+from cluster.placement import autoscaling_config, scaling_settings
 from serve_app.operations.ray_cluster import ClusterError
 from serve_app.status import deployed_bounds, pools_table
 
@@ -15,8 +15,8 @@ DRAFTERS = DraftPool(method="ngram", max_sessions=4, replicas=DraftReplicas(min=
 CONFIG = SlipstreamConfig(model=ModelConfig(target="t"), target=TARGETS, draft=DRAFTERS)
 SCALING = scaling_settings(CONFIG.served[0])
 OPTIONS = {
-    "Target": {"autoscaling_config": bounds(TARGETS.replicas)},
-    "Drafter": {"autoscaling_config": bounds(DRAFTERS.replicas)},
+    "Target": {"autoscaling_config": autoscaling_config(TARGETS.replicas)},
+    "Drafter": {"autoscaling_config": autoscaling_config(DRAFTERS.replicas)},
     "Router": {"num_replicas": 1},
 }
 DETAILS = {"deployments": {name: {"deployment_config": one} for name, one in OPTIONS.items()}}
