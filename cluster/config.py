@@ -2,7 +2,7 @@
 
 Each part of the system receives only its own section. `config_sections` contains the sections that do not depend on
 others. `load_config` reads a file; its ConfigError lists one line per problem, with the key and the expected value.
-For a key of an earlier release, the error states its new name or a replacement (`MOVED_KEYS`).
+For a key of an earlier development version, the error states its new name or a replacement (`MOVED_KEYS`).
 """
 
 from collections import defaultdict
@@ -258,7 +258,7 @@ class TargetPool(Section):
 
 
 def _refuse_earlier_method(value: Any) -> Any:
-    """Raises ValueError for a method name of an earlier release; the message contains the current name."""
+    """Raises ValueError for a method name of an earlier development version; the message contains the current name."""
     for earlier, name in (("prompt_lookup", "ngram"), ("lookup_first", "hybrid")):
         if value == earlier:
             raise ValueError(f"method {earlier} was renamed to {name}")
@@ -689,7 +689,7 @@ MOVED_KEYS: Mapping[str, str] = MappingProxyType(
         "speculation.draft_ahead": "was removed; set speculation.schedule to lock_step to disable drafting ahead",
     }
 )
-"""Keys of earlier releases, with the rest of the error message."""
+"""Keys of earlier development versions, with the rest of the error message."""
 
 
 def load_config(

@@ -165,7 +165,7 @@ MAX_STOP_CHARS = 256
 MAX_MODEL_CHARS = 512
 PROMPT_VERSION = "prompt_version"  # `metadata` key of the prompt version, reported in metrics and traces
 LEARN = "learn"  # `metadata` key that opts a request in to or out of learning
-VERSION_PATTERN = r"[\w.:/@+-]{1,64}"
+VERSION_PATTERN = r"[A-Za-z0-9_.:/@+-]{1,64}"
 MAX_EFFORT_CHARS = 32
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}$"  # ASCII only, for use in an HTTP header
 
@@ -258,7 +258,7 @@ class SpeculationOptions(RequestPart):
     @model_validator(mode="before")
     @classmethod
     def _earlier_names(cls, data: Any) -> Any:
-        """Accepts names from earlier releases: option `max_draft_tokens` and rule `ratio`."""
+        """Accepts names from earlier development versions: option `max_draft_tokens` and rule `ratio`."""
         if not isinstance(data, dict):
             return data
         renamed = {EARLIER_OPTIONS.get(name, name): value for name, value in data.items()}

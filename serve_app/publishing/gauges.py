@@ -76,9 +76,10 @@ def trainer_levels(status: TrainerStatus) -> Iterator[Metric]:
 def router_levels(activity: RouterActivity, model: str) -> Iterator[Metric]:
     """Yields a router's families, in addition to its measurements of requests."""
     yield _gauge(f"{PREFIX}num_requests_waiting", "Sessions waiting to run", activity.seeking, {MODEL: model})
-    breakers = GaugeMetricFamily("slipstream_breaker_open", "Whether a drafter's breaker is open", labels=("drafter",))
-    for drafter, is_open in activity.breakers.items():
-        breakers.add_metric((drafter,), float(is_open))
+    text = "Whether a drafter gets no new sessions (breaker open, full, or probe pending)"
+    breakers = GaugeMetricFamily("slipstream_breaker_open", text, labels=("drafter",))
+    for drafter, is_unavailable in activity.breakers.items():
+        breakers.add_metric((drafter,), float(is_unavailable))
     yield breakers
 
 

@@ -32,7 +32,7 @@ MONITORING = K8S / "components" / "monitoring"
 SERVE_LABELS = {"deployment", "replica", "application"}  # added by Serve to a replica's metrics
 TARGET_LABELS = {"ray_io_cluster", "ray_io_group", "pod", "namespace"}  # added by Prometheus to scraped metrics
 ADDED = {"le"}  # by histograms
-EARLIER_NAMES = {"ray_slipstream_plain_tokens_per_second"}  # published for dashboards of earlier releases
+EARLIER_NAMES = {"ray_slipstream_plain_tokens_per_second"}  # published for dashboards of earlier development versions
 
 
 def alerts() -> list[Json]:

@@ -77,7 +77,7 @@ def test_versions_beyond_the_limit_are_counted_together() -> None:
     assert counts == {"a": 2, "b": 1, "c": None, OTHER_VERSION: 2}
 
 
-@pytest.mark.parametrize("version", ["", "v" * 65, "two words", "v1\n", '"'])
+@pytest.mark.parametrize("version", ["", "v" * 65, "two words", "v1\n", '"', "vé", "v٣"])
 def test_an_invalid_version_label_is_refused(version: str) -> None:
     with pytest.raises(RequestError, match=r"metadata: prompt_version must be"):
         record(version)
