@@ -315,7 +315,7 @@ class ChatFormat(ApiFormat[ChatRequest]):
     def grammar(self, request: ChatRequest, codec: TextCodec) -> RequestedGrammar | None:
         content = super().grammar(request, codec)
         reasoning = partial(reasoning_before, request, codec.template, codec.readers)
-        return call_grammar(request, codec.call_form, content, reasoning)
+        return call_grammar(request, codec.answer_form, content, reasoning)
 
     def prompts(self, request: ChatRequest, codec: TextCodec) -> list[tuple[int, ...]]:
         return [codec.encode_chat(messages_of(request, codec.template), options_of(request))]

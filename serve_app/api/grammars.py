@@ -19,7 +19,7 @@ from cluster.errors import GrammarError, RequestError
 from protos.messages import MAX_GRAMMAR_BYTES
 from serve_app.api.fields import AnswerFormat, StructuredOutputs
 from serve_app.api.request_schemas import ChatRequest, NamedTool, Tool
-from serve_app.api.tool_calls import CallForm, ReasoningInPrompt, TaggedArguments
+from serve_app.api.tool_calls import AnswerForm, CallForm, ReasoningInPrompt, TaggedArguments
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # limits whitespace between JSON tokens, which small models may repeat forever
 
@@ -268,37 +268,89 @@ class Calling:
     content: RequestedGrammar | None  # grammar of an answer without calls; None allows any text
 
 
-class CallGrammar:
+class AnswerGrammar:
+    """Builds grammars of answers that may begin with reasoning, for one model's markers."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._thinking = form.thinking
+        self._special_ids = form.special_ids
+
+    def with_reasoning(self, content: RequestedGrammar, reasoning: ReasoningInPrompt) -> RequestedGrammar:
+        """Returns the grammar of free reasoning and then `content`, given the reasoning in the prompt.
+
+        Raises RequestError if it is too large.
+        """
+        if self._thinking is None or reasoning == "over":
+            return content
+        rules = [f"start: {self._reasoning_first(reasoning)}@content", *self._reasoning_rules()]
+        return _joined(rules, content, content.field)
+
+    def _reasoning_first(self, reasoning: ReasoningInPrompt) -> str:
+        """Returns the expression of the answer's reasoning, given the reasoning in the prompt."""
+        if self._thinking is None or reasoning == "over":
+            return ""
+        rest = "after_thought GAP?"
+        return f"{rest} " if reasoning == "begun" else f"({self._literals(self._thinking[0])} {rest})? "
+
+    def _reasoning_rules(self) -> list[str]:
+        if self._thinking is None:
+            return []
+        _, closing = self._thinking
+        return [
+            r"GAP: /[ \n]{1,4}/",
+            f"THOUGHT: {text_excluding(closing)}",
+            self._rule_until("end_of_thought", "THOUGHT", closing),
+            f"aside_in_thought: THOUGHT {self._special_but([closing])}",
+            "after_thought: aside_in_thought* end_of_thought",
+            "unfinished_thought: aside_in_thought* THOUGHT",
+        ]
+
+    def _special_but(self, marks: Sequence[str]) -> str:
+        """Returns an expression for any special token except `marks`."""
+        others = [str(token) for text, token in self._special_ids.items() if text not in marks]
+        return f"<[{','.join(others)}]>" if others else '""'
+
+    def _rule_until(self, rule: str, text: str, mark: str) -> str:
+        return f"{rule}{'' if mark in self._special_ids else '[lazy]'}: {text} {self._literals(mark)}"
+
+    def _literals(self, text: str) -> str:
+        """Formats text for the grammar: strings as literals, special tokens by id."""
+        parts = [
+            f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else json.dumps(piece, ensure_ascii=False)
+            for piece in self._pieces(text)
+        ]
+        return " ".join(parts)
+
+    def _pieces(self, text: str) -> list[str]:
+        if not self._special_ids:
+            return [text] if text else []
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
+        return [piece for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if piece]
+
+
+class CallGrammar(AnswerGrammar):
     """Builds call grammars for one model's call format."""
 
     def __init__(self, form: CallForm) -> None:
+        super().__init__(form)
         self._form = form
-        self._special_ids = form.special_ids
 
     def grammar_for(self, calling: Calling, reasoning: ReasoningInPrompt) -> RequestedGrammar:
         """Returns the answer's grammar, given the reasoning that the prompt already contains. Raises RequestError."""
-        content = calling.content
         rules = [self._start(calling, reasoning), *self._calls(calling), *self._texts()]
-        grammars: list[Any] = [{"name": "answer", "lark_grammar": "\n".join(rules)}]
-        if content is not None and not calling.must:
-            grammars.append({**_first(content), "name": "content"})
-        return within_bounds(RequestedGrammar(json.dumps({"grammars": grammars}, ensure_ascii=False), "tools"))
+        return _joined(rules, None if calling.must else calling.content, "tools")
 
     def _start(self, calling: Calling, reasoning: ReasoningInPrompt) -> str:
-        thinking = self._form.thinking
-        is_begun = thinking is not None and reasoning == "begun"
         if not calling.must and calling.content is None:
             free = self._free(calling)
+            is_begun = self._thinking is not None and reasoning == "begun"
             return f"start: after_thought {free} | unfinished_thought" if is_begun else f"start: {free}"
         answer = "calls" if calling.must else "(calls | @content)"
-        if thinking is None or reasoning == "over":
-            return f"start: {answer}"
-        first = "after_thought GAP?"
-        return f"start: {first if is_begun else f'({self._literals(thinking[0])} {first})?'} {answer}"
+        return f"start: {self._reasoning_first(reasoning)}{answer}"
 
     def _free(self, calling: Calling) -> str:
         """Returns rules for text, reasoning and calls in any order."""
-        has_thinking = self._form.thinking is not None
+        has_thinking = self._thinking is not None
         loop = ["aside", *(["until_thought after_thought"] if has_thinking else [])]
         last = ["TEXT", *(["until_thought unfinished_thought"] if has_thinking else [])]
         (loop if calling.several else last).append("until_call further_calls")
@@ -328,30 +380,15 @@ class CallGrammar:
 
     def _texts(self) -> list[str]:
         """Returns rules for free text, including other special tokens, and for its end markers."""
-        thinking = self._form.thinking
-        marks = [self._trigger, *(thinking[:1] if thinking else ())]
-        rules = [
+        opening = self._thinking[:1] if self._thinking else ()
+        marks = [self._trigger, *opening]
+        return [
             f"TEXT: {text_excluding(*marks)}",
             f"aside: TEXT {self._special_but(marks)}",
             self._rule_until("until_call", "TEXT", self._trigger),
+            *[self._rule_until("until_thought", "TEXT", mark) for mark in opening],
+            *self._reasoning_rules(),
         ]
-        if thinking is not None:
-            opening, closing = thinking
-            rules += [
-                r"GAP: /[ \n]{1,4}/",
-                f"THOUGHT: {text_excluding(closing)}",
-                self._rule_until("until_thought", "TEXT", opening),
-                self._rule_until("end_of_thought", "THOUGHT", closing),
-                f"aside_in_thought: THOUGHT {self._special_but([closing])}",
-                "after_thought: aside_in_thought* end_of_thought",
-                "unfinished_thought: aside_in_thought* THOUGHT",
-            ]
-        return rules
-
-    def _special_but(self, marks: Sequence[str]) -> str:
-        """Returns an expression for any special token except `marks`."""
-        others = [str(token) for text, token in self._special_ids.items() if text not in marks]
-        return f"<[{','.join(others)}]>" if others else '""'
 
     @property
     def _trigger(self) -> str:
@@ -359,22 +396,13 @@ class CallGrammar:
         first, *_ = self._pieces(self._form.trigger)
         return first
 
-    def _rule_until(self, rule: str, text: str, mark: str) -> str:
-        return f"{rule}{'' if mark in self._special_ids else '[lazy]'}: {text} {self._literals(mark)}"
 
-    def _literals(self, text: str) -> str:
-        """Formats text for the grammar: strings as literals, special tokens by id."""
-        parts = [
-            f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else json.dumps(piece, ensure_ascii=False)
-            for piece in self._pieces(text)
-        ]
-        return " ".join(parts)
-
-    def _pieces(self, text: str) -> list[str]:
-        if not self._special_ids:
-            return [text] if text else []
-        longest_first = sorted(self._special_ids, key=len, reverse=True)
-        return [piece for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if piece]
+def _joined(rules: Sequence[str], content: RequestedGrammar | None, field: str) -> RequestedGrammar:
+    """Returns the grammar of an answer by its rules, which may refer to `content`. Raises RequestError if too large."""
+    grammars: list[Any] = [{"name": "answer", "lark_grammar": "\n".join(rules)}]
+    if content is not None:
+        grammars.append({**_first(content), "name": "content"})
+    return within_bounds(RequestedGrammar(json.dumps({"grammars": grammars}, ensure_ascii=False), field))
 
 
 def _first(grammar: RequestedGrammar) -> dict[str, Any]:
@@ -399,18 +427,20 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 def call_grammar(
     request: ChatRequest,
-    form: CallForm | None,
+    form: AnswerForm | None,
     content: RequestedGrammar | None,
     reasoning: Callable[[], ReasoningInPrompt],
 ) -> RequestedGrammar | None:
-    """Returns the grammar of the whole answer, or `content` if no call is constrained.
+    """Returns the grammar of the whole answer; None if neither calls nor `content` are constrained.
 
     Raises RequestError if the calls cannot be constrained.
     """
     strict = any(tool.function.strict for tool in request.offered)
     is_constrained = request.must_call or strict or not request.parallel_tool_calls or content is not None
-    if form is None or not request.offered or not is_constrained:
-        return content
+    if not isinstance(form, CallForm) or not request.offered or not is_constrained:
+        if content is None or form is None or form.thinking is None:
+            return content
+        return AnswerGrammar(form).with_reasoning(content, reasoning())
     if content is not None and request.structured_outputs is not None and request.must_call:
         message = "structured_outputs and tool_choice both constrain the answer, expected one of them"
         raise RequestError(message, "structured_outputs")

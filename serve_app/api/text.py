@@ -20,7 +20,7 @@ from actors.models.tokenizer_reader import end_of_text, id_limit, load_tokenizer
 from cluster.config import ServerConfig
 from cluster.errors import ModelError
 from serve_app.api.chat_template import MAX_CHARS, ChatTemplate, Message, Render, TemplateOptions, render_here
-from serve_app.api.tool_calls import CallForm, ResponseReaders, find_call_form, find_template
+from serve_app.api.tool_calls import AnswerForm, CallForm, ResponseReaders, find_answer_form, find_template
 
 log = logging.getLogger("ray.serve")
 
@@ -306,9 +306,14 @@ class TextCodec:
         """Returns a grammar compiler, or None if the tokenizer's output cannot be constrained."""
         return grammars_of(lambda: self._grammar_vocabulary)
 
-    @cached_property
+    @property
     def call_form(self) -> CallForm | None:
         """Returns the model's call format, or None if a grammar cannot express it."""
+        return self.answer_form if isinstance(self.answer_form, CallForm) else None
+
+    @cached_property
+    def answer_form(self) -> AnswerForm | None:
+        """Returns the markers of the model's answers, or None if its output cannot be constrained."""
         try:
             is_special = self._grammar_vocabulary.is_special_token
         except ModelError:
@@ -316,7 +321,7 @@ class TextCodec:
         special = {
             text: token for text, token in self._added.items() if is_special(token) and token not in self.eos_ids
         }
-        return find_call_form(self.template, self.readers, special)
+        return find_answer_form(self.template, self.readers, special)
 
     @cached_property
     def _grammar_vocabulary(self) -> LLTokenizer:

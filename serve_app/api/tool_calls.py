@@ -335,7 +335,15 @@ class TaggedArguments:
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
+class AnswerForm:
+    """Markers of an answer's parts."""
+
+    thinking: tuple[str, str] | None  # markers around reasoning; None if there is none
+    special_ids: Mapping[str, int]  # ids of special tokens by text, except those that end answers
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm(AnswerForm):
     """Fixed text of a call, around its name and arguments."""
 
     opening: str  # text from the call's start to its name
@@ -344,8 +352,6 @@ class CallForm:
     closing: str  # text after the last arguments
     trigger: str  # start of `opening`, which distinguishes a call from content
     tags: TaggedArguments | None  # None if arguments are a JSON object
-    thinking: tuple[str, str] | None  # markers around reasoning; None if there is none
-    special_ids: Mapping[str, int]  # ids of special tokens by text, except those that end answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +361,19 @@ class _CallPositions:
     name_at: int
     begin: int
     end: int
+
+
+def find_answer_form(template: ChatTemplate, readers: ResponseReaders, special_ids: Mapping[str, int]) -> AnswerForm:
+    """Returns the markers of the model's answers: a CallForm if the format of its calls is known."""
+    form = find_call_form(template, readers, special_ids)
+    if form is not None or readers.template is None:
+        return form or AnswerForm(None, special_ids)
+    try:
+        thinking = _thinking(readers.template)
+    except ValueError as error:
+        _logger.info("content after reasoning cannot be constrained: %s", error)
+        thinking = None
+    return AnswerForm(thinking, special_ids)
 
 
 def find_call_form(template: ChatTemplate, readers: ResponseReaders, special_ids: Mapping[str, int]) -> CallForm | None:

@@ -209,6 +209,10 @@ async def test_a_named_call_ends_with_stop(
         ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, CALL),
         ({"parallel_tool_calls": False}, f"I look.{CALL}"),
         ({"chat_template_kwargs": {"enable_thinking": True}, "tool_choice": "required"}, f"so</think>{CALL}"),
+        (
+            {"reasoning_effort": "high", "tool_choice": "none", "response_format": {"type": "json_object"}},
+            'so</think>{"city": "Bern"}',
+        ),
     ],
 )
 async def test_a_grammar_covers_the_answer_to_its_end(front: AsgiFront, fields: Any, said: str) -> None:

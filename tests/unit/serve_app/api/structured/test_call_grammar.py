@@ -12,7 +12,7 @@ from serve_app.api.grammars import GrammarCheck, RequestedGrammar, call_grammar,
 from serve_app.api.request_schemas import ChatRequest
 from serve_app.api.text import TextCodec
 from serve_app.api.tool_calls import Call, Content, Reasoning, ReasoningInPrompt, read_whole
-from tests.call_writers import GrammarSampler, json_writer, lined_writer, special_writer, tagged_writer
+from tests.call_writers import GrammarSampler, json_writer, lined_writer, quoting_writer, special_writer, tagged_writer
 from tests.unit.serve_app.api.sample_requests import refusal_of
 
 CITY = {
@@ -46,7 +46,7 @@ def held(codec: TextCodec, reasoning: ReasoningInPrompt = "over", **fields: Any)
     body = {"model": "toy", "messages": [{"role": "user", "content": "x"}], **fields}
     request = parse(ChatRequest, json.dumps(body).encode(), RequestBounds())
     asked = content_grammar(request.response_format, request.structured_outputs)
-    return call_grammar(request, codec.call_form, asked, lambda: reasoning)
+    return call_grammar(request, codec.answer_form, asked, lambda: reasoning)
 
 
 def called(codec: TextCodec, text: str, tools: list[Any], prompt: str = "") -> list[Any]:
@@ -187,6 +187,34 @@ def test_a_model_may_reason_first_unless_its_prompt_did(
     sayings = GrammarSampler(codec)
     assert [text for text in good if not sayings.takes(grammar.text, text + one)] == []
     assert [text for text in bad if sayings.takes(grammar.text, text + one)] == []
+
+
+@pytest.mark.parametrize("writer", [json_writer, quoting_writer])  # the format of the second's calls is unknown
+@pytest.mark.parametrize("tools", [{}, {"tools": [tool("weather")], "tool_choice": "none"}])
+@pytest.mark.parametrize(
+    ("reasoning", "good", "bad"),
+    [
+        ("none", ["", f"<think>{THOUGHT}", f"<think>{THOUGHT}\n\n"], [THOUGHT, "<think>so"]),
+        ("begun", [THOUGHT, f"{THOUGHT}\n"], ["", f"<think>{THOUGHT}"[:-1]]),
+        ("over", [""], [f"<think>{THOUGHT}", THOUGHT]),
+    ],
+)
+def test_only_the_content_after_reasoning_is_constrained(
+    writer: Callable[[], TextCodec], tools: Any, reasoning: ReasoningInPrompt, good: list[str], bad: list[str]
+) -> None:
+    codec = writer()
+    grammar = held(codec, reasoning, response_format={"type": "json_object"}, **tools)
+    assert grammar is not None
+    assert grammar.field == "response_format"
+    sayings = GrammarSampler(codec)
+    assert [text for text in good if not sayings.takes(grammar.text, text + '{"a": 1}')] == []
+    assert [text for text in bad if sayings.takes(grammar.text, text + '{"a": 1}')] == []
+    assert not sayings.takes(grammar.text, f"{good[0]}It rains.")
+
+
+def test_content_of_a_model_without_reasoning_has_its_grammar_alone() -> None:
+    form = {"response_format": {"type": "json_object"}}
+    assert held(special_writer(), "none", **form) == held(json_writer(), "over", **form)
 
 
 def test_calls_in_reasoning_are_unconstrained() -> None:
