@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llguidance import LLMatcher, grammar_from
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from actors.grammars import GrammarCompiler
 from cluster.errors import GrammarError, RequestError
@@ -93,13 +94,19 @@ def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any], field: str) -> 
     return RequestedGrammar(LLMatcher.grammar_from_json_schema(dict(schema), overrides=overrides), field)
 
 
+# llguidance's own test takes quadratic time for empty lines, and holds the interpreter's lock.
+LARK = re.compile(r"(?m)^[^\S\n]*(?:%llguidance\b|start\s*:)")
+
+
 def _notation(text: str, field: str) -> RequestedGrammar:
     if len(text) > MAX_GRAMMAR_BYTES:
         raise RequestError(f"{field} has {len(text)} characters, expected at most {MAX_GRAMMAR_BYTES}", field)
+    if LARK.search(text) is not None:
+        return RequestedGrammar(LLMatcher.grammar_from_lark(text), field)
     try:
-        return RequestedGrammar(grammar_from("grammar", text), field)
-    except ValueError as error:
-        raise RequestError(f"{field}: {error}", field) from error
+        return RequestedGrammar(LLMatcher.grammar_from_lark(gbnf_to_lark(text)), field)
+    except Exception as error:  # the library has no class for all its errors
+        raise RequestError(f"{field} is neither Lark nor valid GBNF: {error}", field) from error
 
 
 Literals = Callable[[str], str]

@@ -170,6 +170,7 @@ def hostile_bodies(model: str) -> dict[str, bytes]:
         "many words": asks(f'"bad_words": [{short} "a"]'),
         "a large grammar": asks(f'"structured_outputs": {{"json": {schema}}}'),
         "a bad pattern": asks('"structured_outputs": {"regex": "(a"}'),
+        "an empty grammar": asks(f'"structured_outputs": {{"grammar": {json.dumps(chr(10) * 65_000)}}}'),
         "too large": with_model(f'"prompt": "{"a" * 5 * megabytes}"'),
         "unfinished": asks('"n": 1')[:-1],
         "half a character": asks('"stop": "\\ud800"'),

@@ -70,6 +70,22 @@ def takes(grammar: RequestedGrammar | None, text: str) -> bool:
             {"structured_outputs": {"grammar": 'root ::= "a" root "b" | "c"'}}, ["c", "aacbb"], ["aacb"], id="gbnf"
         ),
         pytest.param(
+            {"structured_outputs": {"grammar": ' \n\t%llguidance {}\n\n start\t: x\nx: "a"'}},
+            ["a"],
+            ["x"],
+            id="lark with spaces",
+        ),
+        pytest.param({"structured_outputs": {"grammar": 'x: "a"\n\t start \t: x'}}, ["a"], ["x"], id="lark later"),
+        pytest.param(
+            {"structured_outputs": {"grammar": "\n" * 65_000 + 'root ::= "a"'}}, ["a"], ["aa"], id="gbnf far below"
+        ),
+        pytest.param(
+            {"structured_outputs": {"grammar": 'root ::= "start:" restart\nrestart ::= "%llguidance"'}},
+            ["start:%llguidance"],
+            ["start"],
+            id="gbnf with lark's words",
+        ),
+        pytest.param(
             {"structured_outputs": {"json": POINT, "disable_any_whitespace": True}},
             ['{"x":1,"y":2}'],
             ['{"x": 1,"y":2}'],
