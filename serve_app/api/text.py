@@ -1,7 +1,7 @@
 """Tokenizes prompts, detokenizes answers incrementally, and finds stop strings."""
 
 import logging
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -159,7 +159,12 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
         """With `keeps_stop`, the matched stop string is released too."""
-        self._stops = sorted(set(stops))
+        # Sorted. Omits a stop string that begins with another, which always ends first.
+        self._stops: list[str] = []
+        for stop in sorted(set(stops)):
+            if not self._stops or not stop.startswith(self._stops[-1]):
+                self._stops.append(stop)
+        self._longest = max(map(len, self._stops), default=0)
         self._firsts = frozenset(stop[0] for stop in self._stops)
         self._keeps_stop = keeps_stop
         self._held = ""
@@ -178,32 +183,32 @@ class StopMatcher:
             return text
         begin = len(self._held)
         self._held += text
-        for end in range(begin + 1, begin + len(text) + 1):
-            if self._held[end - 1] in self._firsts:
-                self._starts.append(end - 1)
-            if self._starts and self._completes(end):
-                return self._release(end if self._keeps_stop else self._starts[0])
+        self._starts += [begin + at for at, char in enumerate(text) if char in self._firsts]
+        if (first := self._first_match()) is not None:
+            start, self.match = first
+            return self._release(start + len(self.match) if self._keeps_stop else start)
         return self._release(self._starts[0] if self._starts else len(self._held))
 
     def finish(self) -> str:
         """Returns the held-back text."""
         return "" if self.matched else self._release(len(self._held))
 
-    def _completes(self, end: int) -> bool:
-        """Returns whether a stop string ends at `end`; its start is then the first remaining candidate."""
+    def _first_match(self) -> tuple[int, str] | None:
+        """Returns the start and text of the stop string that ends first; drops starts that cannot become one."""
+        first: tuple[int, str] | None = None
+        first_end = len(self._held) + 1
         left: list[int] = []
         for start in self._starts:
-            tail = self._held[start:end]
-            nearest = bisect_left(self._stops, tail)
-            if nearest == len(self._stops) or not self._stops[nearest].startswith(tail):
-                continue
-            if self._stops[nearest] == tail:
-                self.match = tail
-                self._starts = [start]
-                return True
-            left.append(start)
+            tail = self._held[start : start + self._longest]
+            following = bisect_right(self._stops, tail)
+            if following and tail.startswith(stop := self._stops[following - 1]):
+                if start + len(stop) < first_end:
+                    first = (start, stop)
+                    first_end = start + len(stop)
+            elif following < len(self._stops) and self._stops[following].startswith(tail):
+                left.append(start)
         self._starts = left
-        return False
+        return first
 
     def _release(self, count: int) -> str:
         released = self._held[:count]

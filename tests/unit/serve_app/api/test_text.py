@@ -282,6 +282,35 @@ def test_the_stop_position_does_not_depend_on_cuts(
     assert outcomes[0] == outcomes[1]
 
 
+def searched(stops: list[str], text: str, keeps_stop: bool) -> tuple[str, str | None]:
+    """Returns the releasable text and the match, by comparing every stop string at every position."""
+    for end in range(len(text) + 1):
+        if matches := [stop for stop in stops if text[:end].endswith(stop)]:
+            match = max(matches, key=len)
+            return text[: end if keeps_stop else end - len(match)], match
+    begun = (at for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in stops))
+    return text[: next(begun, len(text))], None
+
+
+@given(
+    pieces=st.lists(st.text("abc", max_size=12), max_size=12),
+    stops=st.lists(st.text("abc", min_size=1, max_size=9), max_size=8),
+    repeats=st.integers(1, 5),
+    keeps_stop=st.booleans(),
+)
+def test_stops_are_found_like_by_a_naive_search(
+    pieces: list[str], stops: list[str], repeats: int, keeps_stop: bool
+) -> None:
+    stops = [*stops, *(f"{stop * repeats}{stops[0]}" for stop in stops[:2])]
+    matcher = StopMatcher(stops, keeps_stop)
+    released = ""
+    for count, piece in enumerate(pieces, 1):
+        released += matcher.push(piece)
+        assert (released, matcher.match) == searched(stops, "".join(pieces[:count]), keeps_stop)
+    if not matcher.matched:
+        assert released + matcher.finish() == "".join(pieces)
+
+
 @given(st.text("ab", max_size=30), st.text("ab", min_size=1, max_size=4))
 def test_a_kept_stop_string_ends_the_text(text: str, stop: str) -> None:
     matcher = StopMatcher([stop], keeps_stop=True)
