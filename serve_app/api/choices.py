@@ -85,6 +85,7 @@ class ChoiceText:
         self.finish: FinishReason | None = None
         self.stop_reason: StopReason = None
         self.first_token_s: float | None = None  # seconds since the session's start
+        self.last_token_s: float | None = None
         self._detokenizer = detokenizer
         self._stops = stops
         self._interval = interval

@@ -57,7 +57,7 @@ class _ChoiceSession:
         self._inbox = inbox
         self._metrics = metrics
         self._clock = clock
-        self._last = clock()  # time of the latest event
+        self._start = self._last = clock()  # times of the session's start and of the latest tokens
         self._has_ended = False
         self._close: Callable[[], None] | None = None
 
@@ -91,7 +91,8 @@ class _ChoiceSession:
             now = self._clock()
             is_first = text.first_token_s is None
             if is_first:
-                text.first_token_s = now - self._last
+                text.first_token_s = now - self._start
+            text.last_token_s = now - self._start
             self._metrics.committed(event, now - self._last, first=is_first)
             self._last = now
             return text.extend(event)

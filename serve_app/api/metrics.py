@@ -35,6 +35,7 @@ from serve_app.publishing.aggregate_metrics import VllmNames, exposition, with_l
 
 __all__ = ["CLIENT_LEFT", "Metrics", "RequestRecord"]
 
+ANSWERED = (200, CLIENT_LEFT)  # statuses of requests whose latency is observed; refusals would lower the quantiles
 ABORTED = "abort"  # vLLM's label for choices that ended without a finish reason
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -147,7 +148,10 @@ class Metrics:
         )
         self._running = Gauge("slipstream_running_requests", "Requests in progress", registry=registry)
         self._latency = Histogram(
-            "slipstream_request_seconds", "Time from request to end of answer", buckets=_SECONDS, registry=registry
+            "slipstream_request_seconds",
+            "Time from request to end of answer, without refused and failed requests",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self._first_token = Histogram(
             "slipstream_time_to_first_token_seconds",
@@ -198,17 +202,18 @@ class Metrics:
     def _ended(self, endpoint: str, record: RequestRecord, seconds: float) -> None:
         self._running.dec()
         self._requests.labels(endpoint, str(record.status)).inc()
-        self._latency.observe(seconds)
+        if record.choices and record.status in ANSWERED:
+            self._latency.observe(seconds)
         if record.request is not None:
             self._versions.ended(record, seconds)
         for choice in record.choices:
-            self._choice_ended(choice, seconds)
+            self._choice_ended(choice)
 
-    def _choice_ended(self, choice: ChoiceRecord, seconds: float) -> None:
+    def _choice_ended(self, choice: ChoiceRecord) -> None:
         self._finished.labels(choice.finish or ABORTED).inc()
         self._answer_lengths.observe(choice.tokens)
-        if choice.first_token_s is not None and choice.tokens > 1:
-            self._token_time.observe((seconds - choice.first_token_s) / (choice.tokens - 1))
+        if choice.first_token_s is not None and choice.last_token_s is not None and choice.tokens > 1:
+            self._token_time.observe((choice.last_token_s - choice.first_token_s) / (choice.tokens - 1))
 
     def prompt(self, tokens: int) -> None:
         """Counts the prompt tokens of a request."""

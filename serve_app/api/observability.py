@@ -43,6 +43,7 @@ class ChoiceRecord(Protocol):
     rejected: int
     finish: FinishReason | None
     first_token_s: float | None  # seconds since the session's start
+    last_token_s: float | None
 
 
 @dataclass

@@ -106,6 +106,7 @@ class Choice:
     rejected: int = 1
     finish: FinishReason | None = "stop"
     first_token_s: float | None = 0.1
+    last_token_s: float | None = 0.1
 
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "metadata": {"prompt_version": "v1"}}

@@ -246,8 +246,10 @@ async def test_inter_token_time_is_measured_per_verdict(codec: TextCodec) -> Non
     generator = ScriptedGenerator(
         [CommittedTokens((1,), 0, 0), CommittedTokens((1, 2), 1, 4), CommittedTokens((1,), 0, 3), Ended(Finish.LENGTH)]
     )
-    async for _ in follow(generator, choices(codec, 1), metrics, count().__next__):
+    (choice,) = choices(codec, 1)
+    async for _ in follow(generator, [choice], metrics, count().__next__):
         pass
+    assert (choice.text.first_token_s, choice.text.last_token_s) == (1, 3)
     sample = metrics.registry.get_sample_value
     assert sample("slipstream_time_to_first_token_seconds_count") == 1
     assert sample("slipstream_inter_token_seconds_count") == 2

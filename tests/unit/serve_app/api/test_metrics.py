@@ -29,6 +29,7 @@ def test_a_request_is_running_until_it_ends() -> None:
     with metrics.request("chat") as record:
         assert sample("slipstream_running_requests") == 1
         record.status = 200
+        record.choices = [Choice(1, "stop", 1.0)]
     assert sample("slipstream_running_requests") == 0
     assert sample("slipstream_requests_total", {"endpoint": "chat", "status": "200"}) == 1
     assert sample("slipstream_request_seconds_sum") == 1
@@ -39,6 +40,17 @@ def test_a_cancelled_request_counts_as_client_left() -> None:
     with pytest.raises(KeyboardInterrupt), metrics.request("chat"):
         raise KeyboardInterrupt
     assert metrics.registry.get_sample_value("slipstream_requests_total", {"endpoint": "chat", "status": "499"})
+
+
+@pytest.mark.parametrize(("status", "observed"), [(200, 1), (499, 1), (429, 0), (500, 0)])
+def test_latency_excludes_refused_and_failed_requests(status: int, observed: int) -> None:
+    metrics = Metrics()
+    with metrics.request("chat") as record:
+        record.status = status
+        record.choices = [Choice(0, None, None)]
+    with metrics.request("chat") as record:
+        record.status = status  # without choices
+    assert metrics.registry.get_sample_value("slipstream_request_seconds_count") == observed
 
 
 def test_metrics_instances_are_independent() -> None:
@@ -70,14 +82,15 @@ class Choice:
     tokens: int
     finish: FinishReason | None
     first_token_s: float | None
+    last_token_s: float | None = None
     accepted: int = 0
     rejected: int = 0
 
 
 def test_choices_are_counted_by_finish_reason_and_timed_after_their_first_token() -> None:
-    metrics = Metrics(clock=iter((0.0, 5.0)).__next__)
+    metrics = Metrics(clock=iter((0.0, 9.0)).__next__)
     with metrics.request("chat") as record:
-        record.choices = [Choice(5, "stop", 1.0), Choice(1, "length", 1.0), Choice(0, None, None)]
+        record.choices = [Choice(5, "stop", 1.0, 5.0), Choice(1, "length", 1.0, 1.0), Choice(0, None, None)]
     sample = metrics.registry.get_sample_value
     ends = [sample("slipstream_finished_total", {"finished_reason": end}) for end in ("stop", "length", "abort")]
     assert ends == [1, 1, 1]

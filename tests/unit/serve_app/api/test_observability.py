@@ -37,6 +37,7 @@ class Choice:
     rejected: int = 1
     finish: FinishReason | None = "stop"
     first_token_s: float | None = 0.5
+    last_token_s: float | None = 0.5
 
 
 def record(version: str | None) -> RequestRecord:
