@@ -7,6 +7,7 @@ for vLLM. It copies values at collection, so nothing is measured twice.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,30 +21,54 @@ from cluster.telemetry import packed, unpacked
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 2.0  # seconds for other processes to answer; slower processes are omitted
+ANSWER_S = 2.0  # seconds for all replicas of a pool to answer
+PERIOD_S = 1.0  # minimum time between collections
+KEEP_S = 30.0  # seconds for which a pool's last answer replaces missing ones
 
-Gather = Callable[[], Awaitable[Sequence[Sequence[Metric]]]]
-"""Collects the families of all replicas of one deployment; each replica adds its own labels."""
+Families = Sequence[Sequence[Metric]]
+"""Families of each replica of one deployment, with the replica's own labels."""
+
+Gather = Callable[[], Awaitable[Families]]
+"""Collects the families of all replicas of one deployment."""
 
 
 class AggregateMetrics:
-    """Produces the response at `/metrics` for Prometheus."""
+    """Produces the response at `/metrics` for Prometheus; concurrent requests share one collection."""
 
-    def __init__(self, pools: Iterable[Gather]) -> None:
-        self._pools = tuple(pools)
+    def __init__(self, pools: Iterable[Gather], clock: Callable[[], float] = time.monotonic) -> None:
+        self._pools = tuple(_Pool(pool, clock) for pool in pools)
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._text = b""
+        self._collected_s = float("-inf")
 
     async def __call__(self) -> bytes:
-        answers = await asyncio.gather(*(_collect_pool(pool) for pool in self._pools))
-        return await asyncio.to_thread(exposition, [families for pool in answers for families in pool])
+        """Returns metrics at most a second old."""
+        async with self._lock:
+            if self._clock() - self._collected_s >= PERIOD_S:
+                answers = await asyncio.gather(*(pool.collect() for pool in self._pools))
+                self._text = await asyncio.to_thread(exposition, [families for pool in answers for families in pool])
+                self._collected_s = self._clock()
+            return self._text
 
 
-async def _collect_pool(pool: Gather) -> Sequence[Sequence[Metric]]:
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            return await pool()
-    except Exception as error:  # noqa: BLE001  # whatever failed elsewhere, the other metrics are published
-        log.warning("some replicas did not report metrics: %s", error or type(error).__name__)
-        return ()
+class _Pool:
+    """Collects one deployment's families. A slow replica delays all answers, so their last values are kept a while."""
+
+    def __init__(self, gather: Gather, clock: Callable[[], float]) -> None:
+        self._gather = gather
+        self._clock = clock
+        self._last: Families = ()
+        self._answered_s = float("-inf")
+
+    async def collect(self) -> Families:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                self._last = await self._gather()
+                self._answered_s = self._clock()
+        except Exception as error:  # noqa: BLE001  # whatever failed elsewhere, the other metrics are published
+            log.warning("some replicas did not report metrics: %s", error or type(error).__name__)
+        return self._last if self._clock() - self._answered_s < KEEP_S else ()
 
 
 def exposition(replicas: Iterable[Iterable[Metric]]) -> bytes:

@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.publishing.aggregate_metrics import Gather, pack_families, unpack_families, with_labels
+from serve_app.publishing.aggregate_metrics import Families, Gather, pack_families, unpack_families, with_labels
 
 
 def packed(families: Iterable[Metric]) -> bytes:
@@ -27,7 +27,7 @@ def own_deployment() -> DeploymentHandle[Any]:
 def replicas_metrics(pool: DeploymentHandle[Any]) -> Gather:
     """Returns a function that collects the metrics of all replicas of a deployment."""
 
-    async def ask() -> Sequence[Sequence[Metric]]:
+    async def ask() -> Families:
         answers: Sequence[bytes | Exception]
         answers = await pool.broadcast("metrics").results_async(return_exceptions=True)  # stopping replicas fail
         return [unpack_families(answer) for answer in answers if isinstance(answer, bytes)]

@@ -1,5 +1,6 @@
 """Tests the aggregation of all replicas' metrics in one response."""
 
+import asyncio
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter
@@ -36,6 +37,39 @@ async def test_families_of_replicas_are_merged_without_failed_ones() -> None:
     text = await AggregateMetrics([routers, drafters])()
     assert totals(text) == {("slipstream_things_total", "a"): 1, ("slipstream_things_total", "b"): 2}
     assert text.count(b"# TYPE slipstream_things_total") == 1
+
+
+async def test_concurrent_requests_share_one_collection_a_second() -> None:
+    now = 0.0
+    collections = 0
+
+    async def routers() -> Sequence[Sequence[Metric]]:
+        nonlocal collections
+        collections += 1
+        await asyncio.sleep(0)
+        return [families("a", collections)]
+
+    metrics = AggregateMetrics([routers], lambda: now)
+    texts = await asyncio.gather(*(metrics() for _ in range(50)))
+    assert collections == 1
+    assert all(text is texts[0] for text in texts)
+    now = 1.5
+    assert totals(await metrics()) == {("slipstream_things_total", "a"): 2}
+
+
+async def test_a_pool_keeps_its_last_answer_for_a_while() -> None:
+    now = 0.0
+
+    async def targets() -> Sequence[Sequence[Metric]]:
+        if now:
+            raise TimeoutError
+        return [families("a", 7)]
+
+    metrics = AggregateMetrics([targets], lambda: now)
+    counts = []
+    for now in (0.0, 10.0, 20.0, 40.0):  # noqa: B007  # read by the pool and the clock
+        counts.append(totals(await metrics()).get(("slipstream_things_total", "a")))
+    assert counts == [7, 7, 7, None]
 
 
 def test_vllms_names_have_the_same_values() -> None:
