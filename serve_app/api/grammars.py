@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from actors.grammars import GrammarCompiler
+from actors.grammars import LIMITS, GrammarCompiler
 from cluster.errors import GrammarError, RequestError
 from protos.messages import MAX_GRAMMAR_BYTES
 from serve_app.api.fields import AnswerFormat, StructuredOutputs
@@ -59,9 +59,18 @@ def check_end(grammar: RequestedGrammar | None, *, ignore_eos: bool) -> None:
         raise RequestError(message, "ignore_eos")
 
 
-def json_with_options(schema: Mapping[str, Any]) -> str:
-    """Returns a JSON schema for use inside another grammar; refuses keywords that the compiler cannot enforce."""
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}})
+def json_with_options(schema: Mapping[str, Any], fallback: Mapping[str, Any] | None = None) -> str:
+    """Returns a JSON schema for use inside another grammar.
+
+    Without a fallback, the compiler refuses keywords that it cannot enforce. With one, it ignores them, and a schema
+    that still does not compile is replaced by the fallback.
+    """
+    options = {"whitespace_pattern": WHITESPACE, "lenient": fallback is not None}
+    text = json.dumps({**schema, "x-guidance": options})
+    is_small = len(text) <= MAX_GRAMMAR_BYTES  # larger ones are refused later
+    if fallback is not None and is_small and LLMatcher.validate_grammar(f"start: %json {text}", limits=LIMITS):
+        return json_with_options(fallback)
+    return text
 
 
 def _by_form(form: AnswerFormat) -> RequestedGrammar | None:
@@ -119,17 +128,41 @@ OBJECT_KEYWORDS = frozenset(
 JSON_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 
 
+ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedCall:
+    """Callable tool; without a schema, any arguments are valid."""
+
+    name: str
+    schema: Mapping[str, Any] | None
+    strict: bool  # whether a schema that cannot be enforced is refused, instead of enforced in part
+
+
 def arguments_rule(
-    rule: str, function: str, schema: Mapping[str, Any], form: CallForm, literals: Literals
+    rule: str, tool: OfferedCall, schema: Mapping[str, Any], form: CallForm, literals: Literals
 ) -> tuple[str, list[str]]:
-    """Returns the rule for a call's arguments, and its helper rules. Raises RequestError if it cannot be enforced."""
+    """Returns the rule for a call's arguments, and its helper rules.
+
+    Raises RequestError if the schema of a strict tool cannot be enforced.
+    """
     if form.tags is None:
-        return f"{rule}_json", [f"{rule}_json: %json {json_with_options(schema)}"]
+        written = json_with_options(schema, None if tool.strict else ANY_ARGUMENTS)
+        return f"{rule}_json", [f"{rule}_json: %json {written}"]
+    tagged = _Tagged(rule, tool, schema, form.tags, form.closing, literals)
+    if tool.schema is None:
+        return tagged.any_rules()
     try:
-        return _Tagged(rule, function, schema, form.tags, form.closing, literals).rules()
+        return tagged.rules()
+    except RequestError:
+        if tool.strict:
+            raise
     except (AttributeError, TypeError) as error:  # a keyword's value has another type, as in "required": null
-        message = f"tools: the parameters of {function} are not a valid JSON schema; correct them"
-        raise RequestError(message, "tools") from error
+        if tool.strict:
+            message = f"tools: the parameters of {tool.name} are not a valid JSON schema; correct them"
+            raise RequestError(message, "tools") from error
+    return tagged.any_rules()
 
 
 class _Tagged:
@@ -138,14 +171,14 @@ class _Tagged:
     def __init__(
         self,
         rule: str,
-        function: str,
+        tool: OfferedCall,
         schema: Mapping[str, Any],
         tags: TaggedArguments,
         closing: str,
         literals: Literals,
     ) -> None:
         self._rule = rule
-        self._function = function
+        self._tool = tool
         self._schema = schema
         self._tags = tags
         self._end = closing.split()[-1]  # marker that always ends a call
@@ -173,9 +206,10 @@ class _Tagged:
         after = self._tags.after_value
         if kinds and kinds <= JSON_TYPES:
             shared = {part: self._schema[part] for part in ("$defs", "definitions") if part in self._schema}
-            return [f"{name}: %json {json_with_options({**shared, **schema})} {self._literals(after)}"]
+            fallback = None if self._tool.strict else {"type": sorted(kinds)}
+            return [f"{name}: %json {json_with_options({**shared, **schema}, fallback)} {self._literals(after)}"]
         if kinds and kinds <= {"string", "null"} and schema.keys() <= IGNORED_KEYWORDS | {"type", "anyOf", "nullable"}:
-            return self._text(name)
+            return self._text(name, after)
         choices = schema.get("enum", [schema["const"]] if "const" in schema else []) if kinds == {"string"} else []
         if (
             choices
@@ -185,10 +219,16 @@ class _Tagged:
             return [f"{name}: ({' | '.join(map(self._literals, choices))}) {self._literals(after)}"]
         raise self._refusal(f"have {key!r}, whose schema cannot be enforced in this model's calls; simplify it")
 
-    def _text(self, name: str) -> list[str]:
-        """Returns rules for text up to the argument's end tag; the text cannot contain the end of the call."""
-        mark = self._tags.after_value.strip()
-        after = self._tags.after_value.partition(mark)[2]
+    def any_rules(self) -> tuple[str, list[str]]:
+        """Returns rules for any number of arguments with any names and values."""
+        key, value, one = f"{self._rule}_key", f"{self._rule}_value", f"{self._rule}_argument"
+        rules = self._text(key, self._tags.before_value) + self._text(value, self._tags.after_value)
+        return f"{one}*", [f"{one}: {self._literals(self._tags.before_key)} {key} {value}", *rules]
+
+    def _text(self, name: str, end: str) -> list[str]:
+        """Returns rules for text up to the tag `end`; the text cannot contain the end of the call."""
+        mark = end.strip()
+        after = end.partition(mark)[2]
         terminal = name.upper()
         return [
             f"{terminal}: {text_excluding(self._end)}",
@@ -201,7 +241,7 @@ class _Tagged:
         return isinstance(choice, str) and choice == choice.strip() and self._tags.after_value.strip() not in choice
 
     def _refusal(self, why: str) -> RequestError:
-        return RequestError(f"tools: the parameters of {self._function} {why}", "tools")
+        return RequestError(f"tools: the parameters of {self._tool.name} {why}", "tools")
 
 
 def _kinds(schema: Any) -> frozenset[str]:
@@ -254,15 +294,6 @@ class GrammarCheck:
 
 
 PLAIN_NAME = re.compile(r"[\w.:/-]+", re.ASCII)
-ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
-
-
-@dataclass(frozen=True, slots=True)
-class OfferedCall:
-    """Callable tool; without a schema, any arguments are valid."""
-
-    name: str
-    schema: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +413,7 @@ class CallGrammar(AnswerGrammar):
             message = f"tools: calls of {tool.name!r} cannot be constrained; use only letters, digits and - _ . : /"
             raise RequestError(f"{message} in its name", "tools")
         schema = ANY_ARGUMENTS if tool.schema is None else _object_schema(tool.name, tool.schema)
-        arguments, rules = arguments_rule(rule, tool.name, schema, self._form, self._literals)
+        arguments, rules = arguments_rule(rule, tool, schema, self._form, self._literals)
         return [f"{rule}: {self._literals(tool.name + self._form.middle)} {arguments}", *rules]
 
     def _texts(self) -> list[str]:
@@ -471,6 +502,7 @@ def _callable(request: ChatRequest) -> tuple[Tool, ...]:
 
 def _offered_call(tool: Tool, *, must: bool) -> OfferedCall:
     function = tool.function
-    if not must and not function.strict:
-        return OfferedCall(function.name, None)
-    return OfferedCall(function.name, NO_PARAMETERS if function.parameters is None else function.parameters)
+    strict = bool(function.strict)
+    if not must and not strict:
+        return OfferedCall(function.name, None, strict)
+    return OfferedCall(function.name, NO_PARAMETERS if function.parameters is None else function.parameters, strict)

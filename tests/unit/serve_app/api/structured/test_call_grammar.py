@@ -167,6 +167,54 @@ def test_no_grammar_if_nothing_is_required(fields: Any) -> None:
     assert held(json_writer(), **fields) is None
 
 
+TAGS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+LOOK_AROUND = {"type": "string", "pattern": "^(?!a)b$"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (TAGS, '{"a": ["x", "x"]}', '{"a": 1}'),  # unsupported keywords are ignored
+        (LOOK_AROUND, '{"a": 1}', "[]"),  # a schema that does not compile is replaced
+    ],
+)
+async def test_a_forced_tool_that_is_not_strict_is_constrained_in_part(schema: Any, good: str, bad: str) -> None:
+    codec = json_writer()
+    grammar = held(codec, tools=[tool("f", {"properties": {"a": schema}})], tool_choice=named("f"))
+    assert grammar is not None
+    await GrammarCheck(codec.grammars()).check(grammar)
+    sayings = GrammarSampler(codec)
+    assert sayings.takes(grammar.text, call("f", good))
+    assert not sayings.takes(grammar.text, call("f", bad))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [tool("f", CITY)], "tool_choice": named("f")},
+        {"tools": [tool("f", {"properties": {"city": {"anyOf": 5}}})], "tool_choice": named("f")},
+        {"tools": [tool("f", {"properties": {"days": LOOK_AROUND}})], "tool_choice": named("f")},
+        {"tools": [tool("f", CITY)], "parallel_tool_calls": False},
+    ],
+)
+def test_tagged_arguments_without_an_enforceable_schema_are_free(fields: Any) -> None:
+    codec = tagged_writer()
+    grammar = held(codec, **fields)
+    assert grammar is not None
+    text = "<tool_call>\n<function=f>\n<parameter=city>\nBern\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    assert GrammarSampler(codec).takes(grammar.text, f"{text}</function>\n</tool_call>")
+
+
+async def test_tagged_json_ignores_unsupported_keywords() -> None:
+    codec = tagged_writer()
+    grammar = held(codec, tools=[tool("f", {"properties": {"a": TAGS}, "required": ["a"]})], tool_choice="required")
+    assert grammar is not None
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    sayings = GrammarSampler(codec)
+    assert sayings.takes(grammar.text, text.format('["x", "x"]'))
+    assert not sayings.takes(grammar.text, text.format("1"))
+
+
 THOUGHT = "so <tool_call> it is</think>"
 
 
@@ -244,17 +292,21 @@ def test_a_mark_token_has_no_other_spelling() -> None:
         (json_writer, [tool('a"b')], "cannot be constrained"),
         (json_writer, [tool("f", {"type": "string"})], "'string', expected 'object'"),
         (json_writer, [tool("f", {"enum": ["x" * 100_000]})], "bytes as a grammar"),
-        (tagged_writer, [tool("f", CITY)], "'city'"),
-        (tagged_writer, [tool("f", {"properties": {"a": {}}})], "'a'"),
-        (tagged_writer, [tool("f", {"properties": {"a": {"$ref": "#/$defs/x"}}})], "'a'"),
-        (tagged_writer, [tool("f", {"properties": {"a": {"type": ["string", "integer"]}}})], "'a'"),
-        (tagged_writer, [tool("f", {"properties": {"a": {"type": "string", "enum": ["x "]}}})], "'a'"),
-        (tagged_writer, [tool("f", {"required": ["a"]})], "'a'"),
-        (tagged_writer, [tool("f", {"oneOf": [CITY]})], "'oneOf'"),
-        (tagged_writer, [tool("f", {"required": None})], "not a valid JSON schema"),
-        (tagged_writer, [tool("f", {"properties": None})], "not a valid JSON schema"),
-        (tagged_writer, [tool("f", {"properties": {"a": {"anyOf": 5}}})], "not a valid JSON schema"),
-        (tagged_writer, [tool("f", {"properties": {"a": {"type": "string", "enum": 5}}})], "not a valid JSON schema"),
+        (tagged_writer, [tool("f", CITY, strict=True)], "'city'"),
+        (tagged_writer, [tool("f", {"properties": {"a": {}}}, strict=True)], "'a'"),
+        (tagged_writer, [tool("f", {"properties": {"a": {"$ref": "#/$defs/x"}}}, strict=True)], "'a'"),
+        (tagged_writer, [tool("f", {"properties": {"a": {"type": ["string", "integer"]}}}, strict=True)], "'a'"),
+        (tagged_writer, [tool("f", {"properties": {"a": {"type": "string", "enum": ["x "]}}}, strict=True)], "'a'"),
+        (tagged_writer, [tool("f", {"required": ["a"]}, strict=True)], "'a'"),
+        (tagged_writer, [tool("f", {"oneOf": [CITY]}, strict=True)], "'oneOf'"),
+        (tagged_writer, [tool("f", {"required": None}, strict=True)], "not a valid JSON schema"),
+        (tagged_writer, [tool("f", {"properties": None}, strict=True)], "not a valid JSON schema"),
+        (tagged_writer, [tool("f", {"properties": {"a": {"anyOf": 5}}}, strict=True)], "not a valid JSON schema"),
+        (
+            tagged_writer,
+            [tool("f", {"properties": {"a": {"type": "string", "enum": 5}}}, strict=True)],
+            "not a valid JSON schema",
+        ),
     ],
 )
 def test_requests_without_a_possible_grammar_are_refused(
@@ -266,7 +318,7 @@ def test_requests_without_a_possible_grammar_are_refused(
 
 async def test_an_unsupported_schema_is_refused() -> None:
     codec = json_writer()
-    grammar = held(codec, tools=[tool("f", {"not": {}})], tool_choice="required")
+    grammar = held(codec, tools=[tool("f", {"not": {}}, strict=True)], tool_choice="required")
     assert grammar is not None
     with refusal_of("tools", "not"):
         await GrammarCheck(codec.grammars()).check(grammar)
