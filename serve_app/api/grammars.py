@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from actors.grammars import LIMITS, GrammarCompiler
-from cluster.errors import GrammarError, RequestError
+from cluster.errors import CapacityError, GrammarError, RequestError
 from protos.messages import MAX_GRAMMAR_BYTES
 from serve_app.api.fields import AnswerFormat, StructuredOutputs
 from serve_app.api.request_schemas import ChatRequest, NamedTool, Tool
@@ -273,23 +273,30 @@ COMPILE_S = 5.0  # time limit, including the wait for earlier compilations
 class GrammarCheck:
     """Compiles each requested grammar once, with the target's limits."""
 
-    def __init__(self, compiler: GrammarCompiler | None) -> None:
+    def __init__(self, compiler: GrammarCompiler | None, limit_s: float = COMPILE_S) -> None:
         """Without a compiler, output cannot be constrained and every grammar is refused."""
         self._compiler = compiler
+        self._limit_s = limit_s
 
     async def check(self, grammar: RequestedGrammar) -> None:
-        """Compiles the grammar. Raises RequestError for its request field if that fails."""
+        """Compiles the grammar. Raises RequestError for its request field if that fails.
+
+        Raises CapacityError if the grammars of other requests are compiled first.
+        """
         if self._compiler is None:
             message = f"{grammar.field} is not supported for this model; see the server's startup log"
             raise RequestError(message, grammar.field)
-        compiling = asyncio.wrap_future(self._compiler.begin(grammar.text))
+        compiled = self._compiler.begin(grammar.text)
+        compiling = asyncio.wrap_future(compiled)
         try:
-            async with asyncio.timeout(COMPILE_S):
+            async with asyncio.timeout(self._limit_s):
                 await asyncio.shield(compiling)  # other requests may wait for the same grammar
         except GrammarError as error:
             raise RequestError(f"{grammar.field}: {error}", grammar.field) from error
         except TimeoutError as error:
-            message = f"{grammar.field} did not compile within {COMPILE_S} s; simplify it or try again"
+            if not compiled.running():
+                raise CapacityError(f"{grammar.field} waits for other grammars to compile; try again later") from error
+            message = f"{grammar.field} did not compile within {self._limit_s} s; simplify it or try again"
             raise RequestError(message, grammar.field) from error
 
 

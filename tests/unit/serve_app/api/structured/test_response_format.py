@@ -1,12 +1,14 @@
 """Tests response formats as grammars, and refusals that name the field."""
 
 import json
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from actors.grammars import GrammarCompiler, grammar_vocabulary
-from cluster.errors import RequestError
+from cluster.errors import CapacityError, RequestError
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.grammars import GrammarCheck, RequestedGrammar, content_grammar
 from serve_app.api.request_schemas import ChatRequest, CompletionRequest
@@ -174,6 +176,29 @@ async def test_supported_grammars_pass_unless_the_model_has_none():
     await GrammarCheck(COMPILER).check(grammar)
     with refusal_of(SCHEMA_FIELD):
         await GrammarCheck(None).check(grammar)
+
+
+class SlowCompiler(GrammarCompiler):
+    """Compiler that never finishes, for one request at a time."""
+
+    def __init__(self) -> None:
+        self._is_busy = False
+
+    def begin(self, grammar: str) -> Future[LLMatcher]:
+        future = Future[LLMatcher]()
+        if not self._is_busy:
+            future.set_running_or_notify_cancel()
+        self._is_busy = True
+        return future
+
+
+async def test_a_slow_grammar_is_refused_and_those_behind_it_may_return():
+    check = GrammarCheck(SlowCompiler(), limit_s=0.01)
+    grammar = asked(**by_schema(POINT))
+    with refusal_of(SCHEMA_FIELD, "did not compile"):
+        await check.check(grammar)
+    with pytest.raises(CapacityError, match="try again later"):
+        await check.check(grammar)
 
 
 def test_chats_take_the_same_fields():
