@@ -100,7 +100,10 @@ def _by_outputs(outputs: StructuredOutputs) -> RequestedGrammar:
 def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any], field: str) -> RequestedGrammar:
     """Returns a rule for JSON. Unsupported keywords are refused, never ignored."""
     overrides: Any = {**spacing, "lenient": False}
-    return RequestedGrammar(LLMatcher.grammar_from_json_schema(dict(schema), overrides=overrides), field)
+    try:
+        return RequestedGrammar(LLMatcher.grammar_from_json_schema(dict(schema), overrides=overrides), field)
+    except ValueError as error:  # an integer of more than 64 bits
+        raise RequestError(f"{field}: {error}", field) from error
 
 
 # llguidance's own test takes quadratic time for empty lines, and holds the interpreter's lock.

@@ -128,6 +128,8 @@ def test_no_grammar_without_a_format(fields):
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "p"}}}, SCHEMA_FIELD),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}}, None),
         (by_schema({"enum": ["x" * 100_000]}), SCHEMA_FIELD),
+        (by_schema({"const": 2**64}), SCHEMA_FIELD),
+        ({"structured_outputs": {"json": {"minimum": -(2**63) - 1}}}, "structured_outputs.json"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
