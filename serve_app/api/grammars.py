@@ -31,6 +31,7 @@ class RequestedGrammar:
 
     text: str
     field: str
+    content: "RequestedGrammar | None" = None  # part that reasoning or calls may precede; must be valid alone
 
 
 def content_grammar(form: AnswerFormat | None, outputs: StructuredOutputs | None) -> RequestedGrammar | None:
@@ -289,6 +290,8 @@ class GrammarCheck:
         if self._compiler is None:
             message = f"{grammar.field} is not supported for this model; see the server's startup log"
             raise RequestError(message, grammar.field)
+        if grammar.content is not None:
+            await self.check(grammar.content)
         compiled = self._compiler.begin(grammar.text)
         compiling = asyncio.wrap_future(compiled)
         try:
@@ -450,7 +453,7 @@ def _joined(rules: Sequence[str], content: RequestedGrammar | None, field: str) 
     grammars: list[Any] = [{"name": "answer", "lark_grammar": "\n".join(rules)}]
     if content is not None:
         grammars.append({**_first(content), "name": "content"})
-    return within_bounds(RequestedGrammar(json.dumps({"grammars": grammars}, ensure_ascii=False), field))
+    return within_bounds(RequestedGrammar(json.dumps({"grammars": grammars}, ensure_ascii=False), field, content))
 
 
 def _first(grammar: RequestedGrammar) -> dict[str, Any]:
