@@ -220,9 +220,18 @@ def _code(fault: ErrorDetails) -> str:
     return CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
 
 
+MEMBER = "\0"  # begins the tags of union members, which pydantic adds to the locations of errors
+
+
+def member(name: str) -> str:
+    """Returns the tag of a union's member, which no error names."""
+    return f"{MEMBER}{name}"
+
+
 def _path(location: tuple[int | str, ...]) -> str:
     """Formats `("messages", 0, "content")` as `messages[0].content`."""
-    return "".join(map(_step, location)).removeprefix(".")
+    steps = [part for part in location if isinstance(part, int) or not part.startswith(MEMBER)]
+    return "".join(map(_step, steps)).removeprefix(".")
 
 
 def _step(part: Any) -> str:

@@ -44,6 +44,7 @@ from serve_app.api.fields import (
     as_list,
     bounded,
     is_text,
+    member,
     unserved,
 )
 
@@ -155,8 +156,8 @@ class NamedTool(RequestPart):
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")],
-    Discriminator(lambda value: "word" if is_text(value) else "named"),
+    Annotated[Literal["none", "auto", "required"], Tag(member("word"))] | Annotated[NamedTool, Tag(member("named"))],
+    Discriminator(lambda value: member("word" if is_text(value) else "named")),
 ]
 
 
@@ -182,8 +183,8 @@ StopStrings = Annotated[
     as_list(is_text, StopString | list[StopString]),
 ]
 Prompt = Annotated[
-    Annotated[Annotated[str, Field(min_length=1)], Tag("text")] | Annotated[TokenIds, Tag("token_ids")],
-    Discriminator(lambda value: "text" if is_text(value) else "token_ids"),
+    Annotated[Annotated[str, Field(min_length=1)], Tag(member("text"))] | Annotated[TokenIds, Tag(member("token_ids"))],
+    Discriminator(lambda value: member("text" if is_text(value) else "token_ids")),
 ]
 
 

@@ -16,6 +16,7 @@ from serve_app.api.fields import (
     UnservedFields,
     bounded,
     is_text,
+    member,
     unserved,
 )
 from serve_app.api.request_schemas import (
@@ -38,6 +39,7 @@ class ItemPart(RequestPart):
 
     annotations: Annotated[Any, unserved([])] = None
     logprobs: Annotated[Any, unserved([])] = None
+    parsed: Any = None  # ignored; OpenAI's client sends back its parsed value
     prompt_cache_breakpoint: dict[str, Any] | None = None  # accepted and ignored
 
 
@@ -98,14 +100,14 @@ class ReasoningInput(Item):
 
 
 def _kind(value: Any) -> str:
-    return str(value.get("type", "message")) if isinstance(value, dict) else "message"
+    return member(str(value.get("type", "message")) if isinstance(value, dict) else "message")
 
 
 InputItem = Annotated[
-    Annotated[MessageInput, Tag("message")]
-    | Annotated[CallInput, Tag("function_call")]
-    | Annotated[CallOutputInput, Tag("function_call_output")]
-    | Annotated[ReasoningInput, Tag("reasoning")],
+    Annotated[MessageInput, Tag(member("message"))]
+    | Annotated[CallInput, Tag(member("function_call"))]
+    | Annotated[CallOutputInput, Tag(member("function_call_output"))]
+    | Annotated[ReasoningInput, Tag(member("reasoning"))],
     Discriminator(
         _kind,
         custom_error_type="item_type",
@@ -173,8 +175,9 @@ class ResponsesRequest(SamplingFields, UnservedFields):
     text: TextOptions = TextOptions()
     tools: Annotated[tuple[ResponsesTool, ...], Field(fail_fast=True), bounded(lambda most: most.tools)] = ()
     tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[ResponsesNamedTool, Tag("named")],
-        Discriminator(lambda value: "word" if is_text(value) else "named"),
+        Annotated[Literal["none", "auto", "required"], Tag(member("word"))]
+        | Annotated[ResponsesNamedTool, Tag(member("named"))],
+        Discriminator(lambda value: member("word" if is_text(value) else "named")),
     ] = "auto"
     parallel_tool_calls: Flag = True
     reasoning: ReasoningOptions = ReasoningOptions()

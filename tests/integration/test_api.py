@@ -344,7 +344,7 @@ async def refused(front: Front, path: str, content: Any, status: int, param: str
         (COMPLETIONS, {"unknown": 1}, "unknown"),
         (COMPLETIONS, {"temperature": -1}, "temperature"),
         (COMPLETIONS, {"max_tokens": CONTEXT}, "max_tokens"),
-        (COMPLETIONS, {"prompt": ""}, "prompt[0].text"),
+        (COMPLETIONS, {"prompt": ""}, "prompt[0]"),
         (COMPLETIONS, {"prompt": "x" * CONTEXT}, "prompt"),
         (COMPLETIONS, {"prompt": [1, 259]}, "prompt"),
         (COMPLETIONS, {"speculation": {"draft_tokens": MAX_DRAFT + 1}}, "speculation.draft_tokens"),

@@ -197,6 +197,8 @@ async def test_an_answer_parses_into_the_clients_model(front: AsgiFront) -> None
     assert whole.output_parsed == Point(x=7)
     async with front.openai.responses.stream(model=MODEL, input="Tell.", text_format=Point) as stream:
         assert (await stream.get_final_response()).output_parsed == Point(x=7)
+    again: Any = [{"role": "user", "content": "Tell."}, *(item.to_dict(warnings=False) for item in whole.output)]
+    assert (await front.openai.responses.create(model=MODEL, input=again)).output_text == '{"x": 7}'
 
 
 async def test_a_truncated_answer_is_incomplete(front: AsgiFront) -> None:
@@ -249,9 +251,10 @@ async def test_exactly_the_sent_events_are_documented(front: AsgiFront) -> None:
         ({"background": True}, "background"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].message.content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "snow"}}, "tool_choice"),
         ({"tools": [{**WEATHER, "strict": 1}]}, "tools[0].strict"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
