@@ -208,7 +208,9 @@ class TargetPool(Section):
         60,
         description="maximum duration of a step; fast steps have shorter limits",
     )
-    start_timeout_s: Seconds = Field(3600, description="maximum time to load and profile the model")
+    start_timeout_s: Seconds = Field(
+        3600, description="maximum time to load and profile the model, and for routers to fetch its tokenizer"
+    )
     drain_s: Seconds = Field(
         30,
         description="grace period for sessions that no other replica accepts",

@@ -461,10 +461,13 @@ class RouterDeployment(_ReplicaDeployment):
         from serve_app.api.template_process import TemplateProcess
         from serve_app.audit_alarm import AuditAlarm
         from serve_app.page.routes import PageWatch, PoolSamples, page_routes
-        from serve_app.routed_model import start_model
+        from serve_app.routed_model import fetch_tokenizers, start_model
 
         config = with_own_part(config, os.environ)
         torch.set_num_threads(1)
+        templates = draft_templates(config, os.environ)
+        names = [*(one.config.model.target for one in config.served), *templates.values()]
+        folders = await fetch_tokenizers(names, max(one.config.target.start_timeout_s for one in config.served))
         self._timeline = Timeline(time.monotonic)
         tracing = self._start_tracing(config.tracing, "router")
         http_tracing = self._start_tracing(config.tracing, "http")
@@ -472,17 +475,17 @@ class RouterDeployment(_ReplicaDeployment):
         self._ending.push_async_callback(asyncio.to_thread, render.close)
         audit = config.server.audit
         alarm = AuditAlarm(audit.records, audit.max_record_bytes)
-        templates = draft_templates(config, os.environ)
         self._models = [
             start_model(
                 one,
+                folders[one.config.model.target],
                 pools,
                 ending=self._ending,
                 tracing=tracing,
                 timeline=self._timeline,
                 render=render,
                 alarm=alarm,
-                draft_template=templates.get(one.drafter),
+                draft_template=folders[templates[one.drafter]] if one.drafter in templates else None,
             )
             for one in config.served
         ]

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
@@ -34,6 +35,7 @@ from serve_app.publishing.aggregate_metrics import with_labels
 from serve_app.publishing.gauges import router_levels
 from serve_app.replica_counters import audit_counts, counted_families, example_counts, routed_counts
 from serve_app.router import Router, RouterLimits
+from serve_app.startup import with_start_timeout
 
 MAX_PREFIX_ADVANTAGE = 0.25  # maximum extra load outweighed by a cached prefix, as a share of a target's slots
 
@@ -102,8 +104,18 @@ def _sums(counts: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
     return dict(total)
 
 
+async def fetch_tokenizers(names: Iterable[str], limit_s: float) -> dict[str, Path]:
+    """Returns the folders of these checkpoints, without weights; downloads missing files.
+
+    Raises EngineError after `limit_s`.
+    """
+    fetching = asyncio.to_thread(lambda: {name: local_folder(name, with_weights=False) for name in names})
+    return await with_start_timeout(limit_s, "target.start_timeout_s", fetching)
+
+
 def start_model(
     served: ServedModel,
+    folder: Path,
     pools: Mapping[str, DeploymentHandle[Any]],
     *,
     ending: AsyncExitStack,
@@ -111,14 +123,13 @@ def start_model(
     timeline: Timeline,
     render: TemplateProcess,
     alarm: AuditAlarm,
-    draft_template: str | None,
+    draft_template: Path | None,
 ) -> RoutedModel:
-    """Creates the router of one model and loads its tokenizer; registers their shutdown on `ending`.
+    """Creates the router of one model and loads its tokenizer from `folder`; registers their shutdown on `ending`.
 
-    `draft_template` is the source of the chat template for drafts, if they have their own.
+    `draft_template` is the folder of the chat template for drafts, if they have their own.
     """
     config = served.config
-    folder = local_folder(config.model.target, with_weights=False)
     identity = Identity(vocabulary_fingerprint(vocabulary(folder)), checkpoint_fingerprint(folder))
     pool = config.target
     prefixes = PrefixOptions(pool.cache_per_rank.page_size, MAX_PREFIX_ADVANTAGE * pool.max_sessions)
@@ -143,7 +154,7 @@ def start_model(
     draft_prompts = None
     if draft_template is not None:
         draft_prompts = DraftPrompts.load(
-            draft_template, config.server, render=render, max_context=config.model.max_context
+            str(draft_template), config.server, render=render, max_context=config.model.max_context
         )
     service = ModelService(
         router,

@@ -95,19 +95,26 @@ async def test_a_replica_that_failed_at_startup_closes_nothing(deployment: Any, 
 
 
 @ends_once
-@pytest.mark.parametrize("deployment", [TargetDeployment, DraftDeployment])
-async def test_a_hanging_download_times_out(deployment: Any) -> None:
+@pytest.mark.parametrize(
+    ("deployment", "module"),
+    [(TargetDeployment, startup), (DraftDeployment, startup), (RouterDeployment, routed_model)],
+)
+async def test_a_hanging_download_times_out(deployment: Any, module: Any) -> None:
     hung = threading.Event()
     replica = deployment.__new__(deployment)
     limits = {"start_timeout_s": 1e-3}
     config = validated({"model": {"target": "toy"}, "target": limits, "draft": {"method": "ngram", **limits}})
-    arguments = (config,) if deployment is TargetDeployment else ([config], {"toy": POOLS["Target"]})
+    arguments: Any = {
+        TargetDeployment: (config,),
+        DraftDeployment: ([config], {"toy": POOLS["Target"]}),
+        RouterDeployment: (config, POOLS),
+    }
     with (
-        patch.object(startup, "local_folder", side_effect=lambda *_: hung.wait()),
+        patch.object(module, "local_folder", side_effect=lambda *_, **__: hung.wait()),
         patch.object(deployments, "serve"),
         pytest.raises(EngineError, match=r"start_timeout_s"),
     ):
-        await replica.__init__(*arguments)
+        await replica.__init__(*arguments[deployment])
     hung.set()
     await replica.__del__()
 
