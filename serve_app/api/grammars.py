@@ -486,6 +486,9 @@ def call_grammar(
 
     Raises RequestError if the calls cannot be constrained.
     """
+    if content is not None and request.offered and not isinstance(form, CallForm):
+        message = f"{content.field} with tools is not supported: no grammar is known for this model's tool calls"
+        raise RequestError(f"{message}; leave one of them out", content.field)
     strict = any(tool.function.strict for tool in request.offered)
     is_constrained = request.must_call or strict or not request.parallel_tool_calls or content is not None
     if not isinstance(form, CallForm) or not request.offered or not is_constrained:

@@ -284,11 +284,17 @@ async def test_constrained_calls_need_a_known_call_format() -> None:
         for fields, param in (
             ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
             ({"tools": [WEATHER, strict]}, "tools[1].function.strict"),
+            ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
+            ({"tools": [WEATHER], "extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs.regex"),
         ):
             with pytest.raises(openai.BadRequestError, match="no grammar is known") as caught:
                 await front.openai.chat.completions.create(**{"model": MODEL, "messages": [USER]} | fields)
             assert caught.value.param == param
         await asked(front, USER, tools=[WEATHER], parallel_tool_calls=False)  # drops further calls
+        front.generator.generations.clear()
+        await asked(front, USER, tools=[WEATHER], response_format={"type": "text"})
+        front.generator.generations.clear()
+        await asked(front, USER, tools=[WEATHER], tool_choice="none", response_format={"type": "json_object"})
 
 
 async def test_tools_need_a_template_with_tools(codec: TextCodec) -> None:
