@@ -4,6 +4,7 @@ Refuses quantization methods that transformers does not support or whose library
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     _check_has_config(folder)
     raw = read_json(folder / CONFIG)
     _check_model_type(folder, raw)
+    check_rope_sections(folder, raw)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config.get_text_config()  # raises if a model has several text configurations
@@ -41,6 +43,28 @@ def read_config(folder: Path) -> PretrainedConfig:
     _check_is_causal(folder, config)
     _check_rope(folder, config)
     return config
+
+
+def check_rope_sections(folder: Path, raw: Mapping[str, Any]) -> None:
+    """Raises ModelError if transformers would replace the RoPE base of `rope_parameters`.
+
+    `rope_scaling`, if present, replaces the whole of `rope_parameters`; without a base of its own, it gets the one
+    beside it, or the class's default.
+    """
+    text = raw.get("text_config")
+    for section in (raw, text if isinstance(text, dict) else {}):
+        parameters = section.get("rope_parameters")
+        scaling = section.get("rope_scaling")
+        if not parameters or not scaling or not isinstance(parameters, dict) or not isinstance(scaling, dict):
+            continue
+        by_layer = [value for value in parameters.values() if isinstance(value, dict)]
+        bases = [rope["rope_theta"] for rope in by_layer or [parameters] if "rope_theta" in rope]
+        used = scaling.get("rope_theta", section.get("rope_theta"))
+        if any(base != used for base in bases):
+            raise ModelError(
+                f"{folder / CONFIG} has rope_parameters and rope_scaling, so transformers would ignore the rope_theta"
+                f" {bases[0]} of rope_parameters; move rope_scaling's keys into rope_parameters"
+            )
 
 
 def embedding_rows(folder: Path) -> int | None:

@@ -22,7 +22,7 @@ from actors.models.checkpoint import (
     vocabulary,
     vocabulary_fingerprint,
 )
-from actors.models.config_reader import CONFIG, is_recurrent, read_config, read_json
+from actors.models.config_reader import CONFIG, check_rope_sections, is_recurrent, read_config, read_json
 from actors.models.decoder import is_llama_kind
 from actors.models.layer_subset import check_layers, context_length, uses_rope
 from actors.models.reference_check import check_model
@@ -106,7 +106,7 @@ def check_target_model(config: SlipstreamConfig, *, with_weights: bool) -> Path:
     if context is not None and config.model.max_context > context:
         raise ModelError(
             f"model.max_context is {config.model.max_context}, but {target} reads at most {context} tokens; lower"
-            " model.max_context, or extend the model with a RoPE scaling in its config.json"
+            " model.max_context, or extend rope_parameters in its config.json with a RoPE scaling"
         )
     if config.target.engine != "vllm":
         check_tensor_parallel(target, config.target.tensor_parallel)
@@ -118,7 +118,7 @@ def read_target_config(config: SlipstreamConfig, target: Path) -> PretrainedConf
     """Reads the target's config.json. Returns None for an architecture that only vLLM implements."""
     if config.target.engine != "vllm":
         return read_config(target)
-    read_json(target / CONFIG)
+    check_rope_sections(target, read_json(target / CONFIG))  # vLLM reads the configuration with transformers, too
     try:
         return read_config(target)
     except ModelError:

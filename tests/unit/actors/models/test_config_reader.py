@@ -80,6 +80,39 @@ def test_a_config_is_read_with_its_position_scaling(tmp_path, rope_type):
     assert config.rope_parameters["rope_type"] == rope_type
 
 
+BASE = {"rope_type": "default", "rope_theta": 1e6}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA | {"rope_parameters": BASE, "rope_scaling": YARN},
+        LLAMA | {"rope_parameters": BASE, "rope_scaling": YARN, "rope_theta": 1e4},
+        {"model_type": "gemma3", "text_config": {"rope_parameters": {"full_attention": BASE}, "rope_scaling": YARN}},
+    ],
+    ids=["no other base", "another base", "by layer type in text_config"],
+)
+def test_a_base_that_transformers_would_replace_is_refused(tmp_path, config):
+    assert "move rope_scaling's keys into rope_parameters" in refusal_of(a_folder(tmp_path, config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_scaling": YARN, "rope_theta": 1e6},
+        {"rope_parameters": BASE | YARN, "rope_scaling": YARN, "rope_theta": 1e6},
+        {"rope_parameters": BASE | YARN, "rope_scaling": BASE | YARN},
+        {"rope_parameters": BASE | YARN, "rope_scaling": None},
+    ],
+    ids=["transformers 4", "both, the base beside them", "both, with the base", "transformers 5"],
+)
+def test_sections_that_agree_are_read(tmp_path, config):
+    found = read_config(a_folder(tmp_path, LLAMA | config)).rope_parameters
+    assert found["rope_theta"] == 1e6
+    assert found["rope_type"] == "yarn"
+
+
 def test_an_architecture_that_transformers_has_needs_no_code_of_its_own(tmp_path):
     assert read_config(a_folder(tmp_path, LLAMA | CODE)).model_type == "llama"
 

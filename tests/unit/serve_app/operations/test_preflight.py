@@ -54,6 +54,14 @@ def test_an_architecture_only_vllm_knows_is_left_to_it(folder: Path) -> None:
             check_models(config(folder, engine=engine, replicas={"max": 2}), with_weights=False)
 
 
+@pytest.mark.parametrize("engine", ["slipstream", "vllm"])
+def test_a_rope_base_that_would_be_replaced_is_refused_for_every_engine(folder: Path, engine: str) -> None:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    edit_config(**rope, rope_theta=None, rope_scaling={"rope_type": "yarn", "factor": 4.0})(folder)
+    with pytest.raises(ModelError, match="move rope_scaling's keys into rope_parameters"):
+        check_models(config(folder, engine=engine), with_weights=False)
+
+
 def test_tensor_parallelism_and_quantization_are_left_to_vllm(folder: Path) -> None:
     edit_config(quantization_config={"quant_method": "awq", "bits": 4})(folder)
     found = check_models(config(folder, engine="vllm", tensor_parallel=3), with_weights=False)
