@@ -397,8 +397,10 @@ def _norm_before_residual(config: Mapping[str, Any], body: Mapping[str, Any]) ->
 
 
 def _output_norm(files: HeadFiles, body: Mapping[str, Any], kind: EagleKind) -> OutputNorm:
-    name = "norm.weight" if kind is EagleKind.EAGLE3 else "lm_head_layernorm.weight"
-    if name not in files.tensors:
+    """Derives the norm from the tensors. EAGLE-3 heads lack it only if their configuration says so."""
+    is_eagle3 = kind is EagleKind.EAGLE3
+    is_optional = not is_eagle3 or body.get("use_last_layernorm") is False
+    if is_optional and ("norm.weight" if is_eagle3 else "lm_head_layernorm.weight") not in files.tensors:
         return OutputNorm.NOTHING
     return OutputNorm.BOTH if body.get("norm_output") else OutputNorm.LOGITS
 

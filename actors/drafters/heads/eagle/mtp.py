@@ -29,7 +29,7 @@ from actors.drafters.registry import DraftSetup
 from actors.engine.process import device_of
 from actors.models.checkpoint import first_existing, folder_with, local_folder
 from actors.models.config_reader import read_config
-from actors.models.weights import read_tensors, stored_tensors
+from actors.models.weights import INDEX, SINGLE, Stored, indexed_files, read_tensors, stored_tensors
 from cluster.config import DraftPool
 from cluster.errors import ModelError
 from protos.messages import StatesNeeded
@@ -170,8 +170,16 @@ def load_mtp(
     Raises ModelError if the module is missing or unsupported.
     """
     shape = target_shape(target)
-    layout = layout_in(stored_tensors(target, partial=True), shape.layers, str(target))
-    files = module_files(target, layout, _read(target, layout))
+    stored = stored_tensors(target, partial=True)
+    indexed = {} if (target / SINGLE).is_file() or not (target / INDEX).is_file() else indexed_files(target)
+    layout = layout_in({*stored, *indexed}, shape.layers, str(target))
+    absent = {file for name, file in indexed.items() if name.startswith(layout.prefix) and name not in stored}
+    if absent:
+        raise ModelError(
+            f"{target} lacks {', '.join(sorted(absent))}, which hold tensors of its multi-token prediction module by"
+            f" {INDEX}; fetch these files"
+        )
+    files = module_files(target, layout, _read(layout, stored))
     config = replace(resolve_mtp(files, shape), hides_first=layout.hides_first)
     return head_of(files, config, target, dtype, device, proposable, product)
 
@@ -186,7 +194,15 @@ def resolve_mtp(files: HeadFiles, target: TargetShape) -> EagleConfig:
 
 
 def module_files(target: Path, layout: MtpLayout, stored: Mapping[str, Tensor]) -> HeadFiles:
-    """Returns the module's tensors under EAGLE names, with the target's configuration restricted to one layer."""
+    """Returns the module's tensors under EAGLE names, with the target's configuration restricted to one layer.
+
+    Raises ModelError if a norm is missing.
+    """
+    for norm in (layout.embedding_norm, layout.state_norm, layout.last_norm):
+        if (name := f"{layout.prefix}{norm}.weight") not in stored:
+            raise ModelError(
+                f"the multi-token prediction module in {target} lacks the tensor {name}; fetch the checkpoint again"
+            )
     tensors = {layout.own_name(name): tensor for name, tensor in stored.items() if name.startswith(layout.prefix)}
     if layout.state_first:
         state, embedding = tensors["fc.weight"].chunk(2, dim=-1)
@@ -195,14 +211,12 @@ def module_files(target: Path, layout: MtpLayout, stored: Mapping[str, Tensor]) 
     return HeadFiles(target, config | {"num_hidden_layers": 1, "layer_types": None, "norm_output": True}, tensors)
 
 
-def _read(target: Path, layout: MtpLayout) -> dict[str, Tensor]:
+def _read(layout: MtpLayout, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
     """Reads only the module's tensors, in their stored dtypes."""
-    stored = {
-        name: tensor for name, tensor in stored_tensors(target, partial=True).items() if name.startswith(layout.prefix)
-    }
+    own = {name: tensor for name, tensor in stored.items() if name.startswith(layout.prefix)}
     tensors: dict[str, Tensor] = {}
-    for path in sorted({tensor.path for tensor in stored.values()}):
-        tensors |= read_tensors(path, [name for name, tensor in stored.items() if tensor.path == path])
+    for path in sorted({tensor.path for tensor in own.values()}):
+        tensors |= read_tensors(path, [name for name, tensor in own.items() if tensor.path == path])
     return tensors
 
 

@@ -58,7 +58,7 @@ class EagleReader(WeightReader):
             ),
             row_projection=self.row_projection() if config.projects else None,
             fc=None if is_eagle3 else self.linear(["fc"], [config.hidden], 2 * config.hidden),
-            state_norm=self._optional_norm("layers.0.hidden_norm" if is_eagle3 else "state_layernorm"),
+            state_norm=self._state_norm(is_eagle3),
             layers=tuple(self._layer(index) for index in range(config.layers)),
             norm=self._output_norm(is_eagle3),
             lm_head=self._lm_head(embedding, columns),
@@ -73,6 +73,11 @@ class EagleReader(WeightReader):
         assert self.config.projects, "this head has no projection"
         fc = self.linear(["fc"], [self.config.hidden], self.config.needs.width)
         return RowProjection(self._feature_norms(), fc)
+
+    def _state_norm(self, is_eagle3: bool) -> Norm:
+        if self.config.projects:
+            return self.norm("layers.0.hidden_norm")
+        return self._optional_norm("layers.0.hidden_norm" if is_eagle3 else "state_layernorm")
 
     def _optional_norm(self, name: str) -> Norm:
         return self.norm(name) if self.has(f"{name}.weight") else unchanged

@@ -134,6 +134,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "shape": ("eagle1", {"intermediate_size": 60}, r"gate_proj.weight in .* has shape \(64, 32\), expected \(60, 32\)"),
     "head_dim": ("eagle1", {"head_dim": 16}, r"q_proj.weight in .* has shape \(32, 32\), expected \(64, 32\)"),
     "missing tensor": ("eagle1", {"change": without("layers.0.mlp.up_proj.weight")}, "no tensor layers.0.mlp.up_proj"),
+    "no norm of the states": (
+        "eagle3",
+        {"change": without("midlayer.hidden_norm")},
+        r"no tensor layers\.0\.hidden_norm\.weight",
+    ),
+    "no last norm": ("eagle3", {"change": without("norm.weight")}, r"no tensor norm\.weight"),
     "further tensor": ("eagle3", {"change": added("midlayer.self_attn.sinks", 4)}, "supported EAGLE head .*: .*sinks"),
     "d2t": ("eagle3", {"change": without("d2t")}, "proposes 48 of 96 tokens, but has no tensor d2t"),
     "no head's head": ("eagle3", {"change": without("lm_head.weight")}, "has no lm_head.weight"),
@@ -180,6 +186,11 @@ def test_misfitting_weights_are_refused(tmp_path: Path, refused: str) -> None:
     name, changes, message = REFUSED[refused]
     with pytest.raises(ModelError, match=message):
         loaded(altered(tmp_path, name, **changes))
+
+
+def test_a_missing_last_norm_can_be_allowed(tmp_path: Path) -> None:
+    folder = altered(tmp_path, "eagle3", without("norm.weight"))
+    assert loaded(folder, EagleOverrides(output_norm=OutputNorm.NOTHING)).config.output_norm is OutputNorm.NOTHING
 
 
 # ---------------------------------------------------------------- options

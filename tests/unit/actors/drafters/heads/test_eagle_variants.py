@@ -48,7 +48,7 @@ VARIANTS = {
     "two states": Variant(aux=2, config={IDS: [1, 5]}),
     "the final state alone": Variant(aux=0, state_norm=False, config={"eagle_config": {"use_aux_hidden_state": False}}),
     "the final state alone, normed": Variant(aux=0),
-    "no last norm": Variant(last_norm=False),
+    "no last norm": Variant(last_norm=False, config={"eagle_config": {"use_last_layernorm": False}}),
     "a hidden size of its own": Variant(hidden=48, config={"target_hidden_size": 32}),
     "SafeAILab's names": Variant(prefix="midlayer."),
     "vLLM's names": Variant(prefix="model.layers.0."),

@@ -211,3 +211,25 @@ def gated() -> Tensors:
 def test_unsupported_modules_are_refused(tmp_path: Path, tensors: Tensors, config: Any, named: str) -> None:
     with pytest.raises(ModelError, match=named):
         load_mtp(target_with(tmp_path, tensors, **config), torch.float32, CPU, range(VOCABULARY))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("norm", ["norm of h", "norm of Emb", "last norm"])
+def test_a_module_without_one_of_its_norms_is_refused(tmp_path: Path, layout: str, norm: str) -> None:
+    weight = module()[norm]
+    tensors = {
+        name: t for name, t in LAYOUTS[layout]().items() if t.shape != weight.shape or not torch.equal(t, weight)
+    }
+    with pytest.raises(ModelError, match=r"lacks the tensor \S*norm\S*; fetch the checkpoint again"):
+        load_mtp(target_with(tmp_path, tensors), torch.float32, CPU, range(VOCABULARY))
+
+
+@pytest.mark.parametrize("absent", ["mtp.fc.weight", "mtp.layers.0.self_attn.q_norm.weight"])
+def test_an_absent_shard_of_the_module_is_named(tmp_path: Path, absent: str) -> None:
+    tensors = load_file(target_with(tmp_path, qwen()) / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    save_file({name: t for name, t in tensors.items() if name != absent}, tmp_path / "first.safetensors")
+    files = {name: "second.safetensors" if name == absent else "first.safetensors" for name in tensors}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ModelError, match=r"lacks second\.safetensors, .* fetch these files"):
+        load_mtp(tmp_path, torch.float32, CPU, range(VOCABULARY))
