@@ -25,7 +25,7 @@ from actors.drafters.heads.medusa import MedusaConfig, resolve_medusa, without_b
 from actors.drafters.heads.medusa import borrowed_tensors_of as borrowed_by_medusa
 from actors.drafters.heads.mlp_speculator import ALIASES as MLP_ALIASES
 from actors.drafters.heads.mlp_speculator import MlpSpeculatorConfig, resolve_mlp_speculator
-from actors.drafters.heads.rope import TargetShape, rope_of, target_shape
+from actors.drafters.heads.rope import DEFAULT_BASE, TargetShape, rope_of, target_shape
 from actors.drafters.model.forwards import MASK_KEYS
 from cluster.config import DraftPool
 from protos.messages import StateDtype, StatesFormat, StatesNeeded
@@ -340,8 +340,15 @@ def causal_facts(files: HeadFiles, layout: DraftLayout) -> DraftFacts:
         embedding="its own",
         lm_head="its own" if "lm_head.weight" in files.tensors else "its own embedding",
         positions=text.get("max_position_embeddings"),
-        rope=str(rope_of(text)),
+        rope=_rope(text),
     )
+
+
+def _rope(text: Mapping[str, Any]) -> str:
+    section = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if any(isinstance(value, dict) for value in section.values()):
+        return "RoPE by layer type"
+    return str(rope_of({**text, "rope_theta": text.get("rope_theta") or DEFAULT_BASE}))
 
 
 def _states_read(config: HeadConfig, needs: StatesNeeded, target: TargetShape) -> StatesRead:

@@ -32,23 +32,66 @@ class Rope:
 
 
 def rope_of(config: Mapping[str, Any]) -> Rope:
-    """Reads `rope_parameters`; without it, `rope_scaling` and `rope_theta`.
+    """Reads `rope_parameters` or `rope_scaling`, and `rope_theta`.
 
-    With `rope_parameters`, written by transformers 5, ignores any base at the top level. Raises ModelError for an
-    unknown RoPE type.
+    A base in `rope_parameters`, written by transformers 5, takes precedence over one at the top level. Raises
+    ModelError for an unknown RoPE type, and for ambiguous or incomplete parameters.
     """
-    section = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = float(section.get("rope_theta", config.get("rope_theta") or DEFAULT_BASE))
-    kind = section.get("rope_type", section.get("type", "default"))
-    if kind in PLAIN:
-        kind = "default"
-    elif kind not in ROPE_INIT_FUNCTIONS:
+    section = _section(config)
+    kind = _kind(section)
+    if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
         supported = ", ".join(sorted([*PLAIN, *ROPE_INIT_FUNCTIONS]))
-        raise ModelError(f"the head's rotary positions are of kind {kind!r}, expected one of {supported}")
+        raise ModelError(
+            f"the head's rotary positions are of kind {kind!r}, expected one of {supported}; use another head"
+        )
     if float(section.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)) != 1.0:
         raise ModelError("the head uses partial rotary positions, which are not supported; use another head")
+    base = section.get("rope_theta") or config.get("rope_theta")
+    if base is None and section:
+        raise ModelError(
+            "the head's config.json sets RoPE parameters without rope_theta; add the rope_theta of its training"
+        )
     named = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
-    return Rope(base, kind, tuple((name, _frozen(value)) for name, value in section.items() if name not in named))
+    scaling = tuple((name, _frozen(value)) for name, value in section.items() if name not in named)
+    return Rope(float(base or DEFAULT_BASE), kind, scaling)
+
+
+def _section(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the RoPE parameters, empty if there are none. Raises ModelError for contradictory ones."""
+    parameters, scaling = (_of_layers(config, config.get(key) or {}) for key in ("rope_parameters", "rope_scaling"))
+    if parameters and scaling:
+        pairs = {
+            "rope_type": (_kind(parameters), _kind(scaling)),
+            "factor": (parameters.get("factor"), scaling.get("factor")),
+            "rope_theta": (parameters.get("rope_theta"), scaling.get("rope_theta", parameters.get("rope_theta"))),
+        }
+        for name, (one, other) in pairs.items():
+            if one != other:
+                raise ModelError(
+                    f"the head's config.json has {name} {one!r} in rope_parameters, but {other!r} in rope_scaling;"
+                    " remove the wrong section"
+                )
+    return scaling | parameters
+
+
+def _of_layers(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the section of the head's layers if sections are given by layer type; otherwise the section itself."""
+    by_type = {name: value for name, value in section.items() if isinstance(value, dict)}
+    if not by_type:
+        return dict(section)
+    types = set(config.get("layer_types") or ["full_attention"])
+    used = [by_type[name] for name in by_type if name in types] if types <= by_type.keys() else [*by_type.values()]
+    if any(other != used[0] for other in used):
+        raise ModelError(
+            f"the head's config.json sets RoPE parameters by layer type ({', '.join(by_type)}), but its layers are"
+            f" {', '.join(sorted(types))} and share one RoPE; use another head"
+        )
+    return used[0]
+
+
+def _kind(section: Mapping[str, Any]) -> str:
+    kind = section.get("rope_type", section.get("type", "default"))
+    return "default" if kind in PLAIN else kind
 
 
 def rotary_of(rope: Rope, head_dim: int, max_positions: int) -> nn.Module:

@@ -116,7 +116,7 @@ class _Resolution:
             kv_heads=self._size("num_key_value_heads", heads),
             head_dim=self._size("head_dim", hidden // heads),
             eps=float(self._options.get("rms_norm_eps", 1e-6)),
-            rope=rope_of(self._decoder),
+            rope=rope_of({**self._decoder, "layer_types": self._options.get("layer_types")}),
             block_size=self._block_size(),
             mask_token=self._mask_token(vocabulary),
             vocabulary=vocabulary,

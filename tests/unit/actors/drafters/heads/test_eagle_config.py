@@ -176,7 +176,35 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("eagle3", {"hidden_act": "gelu"}, "the activation gelu; only silu"),
     "sliding window": ("eagle3", {"layer_types": ["sliding_attention"]}, "layers of sliding_attention"),
     "quantized": ("eagle3", {"quantization_config": {"quant_method": "fp8"}}, "is a quantized draft head"),
-    "rope": ("eagle3", {"rope_scaling": {"rope_type": "spiral"}}, "of kind 'spiral', expected one of"),
+    "rope": (
+        "eagle3",
+        {"rope_scaling": {"rope_type": "spiral"}},
+        "of kind 'spiral', expected one of .*; use another head",
+    ),
+    "rope base": ("eagle3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "without rope_theta; add the"),
+    "rope types": (
+        "eagle3",
+        {"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_type 'default' in rope_parameters, but 'linear' in rope_scaling; remove the wrong section",
+    ),
+    "rope factors": (
+        "eagle3",
+        {
+            "rope_parameters": {"rope_theta": 5.0, "rope_type": "linear", "factor": 4.0},
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+        },
+        "factor 4.0 in rope_parameters, but 2.0",
+    ),
+    "rope bases": (
+        "eagle3",
+        {"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": {"type": "default", "rope_theta": 6.0}},
+        "rope_theta 5.0 in rope_parameters, but 6.0",
+    ),
+    "rope of another layer type": (
+        "eagle3",
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 5.0}, "chunked_attention": {"rope_theta": 6.0}}},
+        r"by layer type \(sliding_attention, chunked_attention\)",
+    ),
     "rotated in part": ("eagle3", {"partial_rotary_factor": 0.5}, "partial rotary positions"),
 }
 

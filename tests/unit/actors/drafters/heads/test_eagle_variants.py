@@ -57,8 +57,24 @@ VARIANTS = {
         base=500.0, config={"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
     ),
     "rope_scaling": Variant(base=500.0, factor=4.0, config={"rope_scaling": {"type": "linear", "factor": 4.0}}),
-    "rope_parameters before rope_scaling": Variant(
-        base=500.0, config={"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    "rope_parameters that agree with rope_scaling": Variant(
+        base=500.0,
+        factor=4.0,
+        config={
+            "rope_theta": 10000.0,
+            "rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 4.0},
+            "rope_scaling": {"type": "linear", "factor": 4.0},
+        },
+    ),
+    "rope_parameters by layer type": Variant(
+        base=500.0,
+        config={
+            "rope_theta": None,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
     ),
     "rope_scaling null": Variant(base=500.0, config={"rope_scaling": None, "rope_parameters": None}),
     "mrope of text": Variant(config={"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}),

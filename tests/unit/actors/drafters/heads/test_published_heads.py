@@ -621,6 +621,9 @@ def test_a_head_describes_how_it_was_understood(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- refusals
 
 
+BY_LAYER_TYPE = {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}
+
+
 def nested(**config: Any) -> dict[str, Any]:
     return {"dflash_config": NESTED | config}
 
@@ -647,6 +650,7 @@ def mapped(ids: Tensor) -> Change:
         ("dflash", {"block_size": 1}, "block_size .* is 1, expected at least 2"),
         ("dflash", {"layer_types": ["full_attention"]}, "layer_types .* each of 2 layers"),
         ("dflash", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        ("dflash", SLIDING | BY_LAYER_TYPE, "by layer type .* full_attention, sliding_attention and share one RoPE"),
         ("dflash", {"use_swa": True}, "use_swa .* but layer_types contains no sliding"),
         ("dflash", {"draft_vocab_size": 48}, "draft_vocab_size .* less only with the tensors d2t and lm_head"),
     ],

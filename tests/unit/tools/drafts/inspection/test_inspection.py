@@ -23,7 +23,16 @@ from cluster.config import validated
 from cluster.config_sections import EagleOptions
 from cluster.errors import ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET, altered, checkpoint, loaded
-from tools.drafts.headers import CAUSAL, LAYER_SKIP, DraftFacts, Mismatch, conventions_of, layout_of, read_headers
+from tools.drafts.headers import (
+    CAUSAL,
+    LAYER_SKIP,
+    DraftFacts,
+    Mismatch,
+    causal_facts,
+    conventions_of,
+    layout_of,
+    read_headers,
+)
 from tools.drafts.inspection import inspect_draft
 
 VOCABULARY = 96
@@ -206,6 +215,19 @@ def test_a_language_model_is_a_draft_model_or_layer_skip_of_itself() -> None:
     itself = inspect_draft(TARGET, TARGET)
     assert (itself.facts.layout, itself.fits) == (LAYER_SKIP, True)
     assert validated(yaml.safe_load(itself.snippet)).draft.layer_skip.ids == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("rope", "shown"),
+    [
+        ({"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}, "RoPE by layer type"),
+        ({"rope_type": "linear", "factor": 2.0}, "RoPE base 10000, linear, factor 2.0"),
+    ],
+)
+def test_the_rope_of_a_language_model_is_shown(rope: dict[str, Any], shown: str) -> None:
+    files = read_headers(TARGET)
+    config = {key: value for key, value in files.config.items() if key != "rope_theta"}
+    assert causal_facts(replace(files, config=config | {"rope_parameters": rope}), CAUSAL).rope == shown
 
 
 @pytest.mark.parametrize(
