@@ -28,7 +28,9 @@ from protos.messages import StatesNeeded
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 OUTPUTS_KEY = "target_layer_ids"
+IDS_SUFFIX = "layer_ids"  # ends every publisher's key of layer ids
 SECTION = "eagle_config"
+SECTION_KEY = "layer_ids"  # of states, in the section, as in vLLM
 FIRST_OF_STATES = 2  # lowest default id for states; for outputs, it is 1
 
 
@@ -90,12 +92,23 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[int, ...], LayerIdMeaning] 
         return ids, LayerIdMeaning.STATE if min(ids) == FIRST_OF_STATES else LayerIdMeaning.OUTPUT
     if config.get(OUTPUTS_KEY):
         return _ids(config[OUTPUTS_KEY]), LayerIdMeaning.OUTPUT
+    if section.get(SECTION_KEY):
+        return _ids(section[SECTION_KEY]), LayerIdMeaning.STATE
+    for key, ids in {**config, **section}.items():
+        if key.endswith(IDS_SUFFIX) and ids:
+            raise ModelError(
+                f"the head's configuration lists layer ids {ids!r} as {key}, which has no known meaning for EAGLE-3;"
+                " set draft.eagle.states to the states that the head reads"
+            )
     return None
 
 
 def _ids(ids: Any) -> tuple[int, ...]:
     if not isinstance(ids, list) or not all(isinstance(k, int) for k in ids):
-        raise ModelError(f"the head's layer ids are {ids!r}, expected a list of whole numbers")
+        raise ModelError(
+            f"the head's layer ids are {ids!r}, expected a list of whole numbers; correct its config.json, or set"
+            " draft.eagle.states"
+        )
     return tuple(ids)
 
 
@@ -201,6 +214,11 @@ def overrides_of(options: EagleOptions) -> EagleOverrides:
     )
 
 
+GUESSED_STATES = (
+    "the states are a default, not in the head's configuration; set draft.eagle.states if acceptance is low"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
     """Sizes and conventions of a head."""
@@ -227,6 +245,7 @@ class EagleConfig:
     lm_head: WeightSource
     mask_token: int | None  # P-EAGLE: mask token for several tokens per forward
     hides_first: bool = False  # the embedding at position 0 is replaced by zeros
+    guesses_states: bool = False  # neither the head nor the user selects the states
 
     def describe(self) -> list[str]:
         """Describes the resolved configuration, one fact per line."""
@@ -242,6 +261,8 @@ class EagleConfig:
         if self.kind is EagleKind.EAGLE3:
             residual = "normed" if self.norm_before_residual else "unchanged"
             lines.append(f"norm before fc: {self.feature_norm.value}; states enter the residual {residual}")
+        if self.guesses_states:
+            lines.append(GUESSED_STATES)
         if self.mask_token is not None:
             lines.append(f"predicts several tokens in one forward, by mask token {self.mask_token}")
         return lines
@@ -265,6 +286,7 @@ def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) ->
     _check_target(files, body, target, vocabulary)
     _check_layers(files, body)
     needs = _needs(files, kind, hidden, target, overrides)
+    projects = kind is EagleKind.EAGLE3 and "fc.weight" in files.tensors
     columns = _columns(files, vocabulary)
     return EagleConfig(
         kind=kind,
@@ -281,13 +303,14 @@ def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) ->
         columns=columns,
         target_hidden=target.hidden,
         needs=needs,
-        projects=kind is EagleKind.EAGLE3 and "fc.weight" in files.tensors,
+        projects=projects,
         feature_norm=_feature_norm(files, body),
         norm_before_residual=_norm_before_residual(files.config, body),
         output_norm=overrides.output_norm or _output_norm(files, body, kind),
         embedding=WeightSource.HEAD if "embed_tokens.weight" in files.tensors else WeightSource.TARGET,
         lm_head=_lm_head(files, body, columns, vocabulary),
         mask_token=_mask_token(files, body, vocabulary),
+        guesses_states=projects and overrides.states is None and _named(files.config) is None,
     )
 
 

@@ -12,7 +12,14 @@ from actors.attention import AttentionBackend
 from actors.attention.sdpa_gather import SdpaGather
 from actors.compute.kv_cache import InputRow
 from actors.compute.linear import projection
-from actors.drafters.heads.eagle.config import EagleConfig, WeightSource, canonical, overrides_of, resolve
+from actors.drafters.heads.eagle.config import (
+    GUESSED_STATES,
+    EagleConfig,
+    WeightSource,
+    canonical,
+    overrides_of,
+    resolve,
+)
 from actors.drafters.heads.eagle.loading import EagleHead, EagleRunner, attention_shape_of, head_of
 from actors.drafters.heads.eagle.weights import EagleReader
 from actors.drafters.heads.files import HeadFiles, folder_to_borrow_from, head_folder, read_head
@@ -70,6 +77,8 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     products = choose_products(draft.eagle.quantization, setup.dtype, device)
     described = local_folder(setup.target, with_weights=False)
     files, config = _read(draft, described)
+    if config.guesses_states:
+        log.warning("%s reads the target's states %s: %s", files.folder, list(config.needs.layers), GUESSED_STATES)
     shape = target_shape(described)
     sources = {"embed_tokens.weight": config.embedding, "lm_head.weight": config.lm_head}
     own = [name for name, source in sources.items() if source is not WeightSource.TARGET]

@@ -56,6 +56,7 @@ LAYERS = 36
         ({KEY: [3, 4, 5], "eagle_config": {KEY: [1, 17, 32]}}, (3, 4, 5)),
         ({KEY: None, "eagle_config": {KEY: None, "use_aux_hidden_state": True}}, (2, 18, 33)),
         ({"target_layer_ids": [1, 17, 32]}, (2, 18, 33)),
+        ({"eagle_config": {"layer_ids": [1, 17, 32]}}, (1, 17, 32)),
     ],
 )
 def test_layer_id_meaning_follows_the_key(config: dict[str, Any], states: tuple[int, ...]) -> None:
@@ -79,7 +80,13 @@ def test_the_meaning_of_ids_can_be_overridden(meaning: LayerIdMeaning, states: t
         ({"eagle_config": {KEY: [1, 17, 35]}}, LAYERS, r"states \[2, 18, 36\]"),
         ({KEY: [2, 2, 18]}, LAYERS, "use distinct indices"),
         ({KEY: [-1, 2, 18]}, LAYERS, "use distinct indices"),
-        ({KEY: "2,18,33"}, LAYERS, "expected a list of whole numbers"),
+        ({KEY: "2,18,33"}, LAYERS, "expected a list of whole numbers; correct its config.json"),
+        (
+            {"aux_hidden_state_layer_ids": [1, 2, 3]},
+            LAYERS,
+            r"\[1, 2, 3\] as aux_hidden_state_layer_ids, .*; set draft",
+        ),
+        ({"eagle_config": {"tap_layer_ids": [1, 2, 3]}}, LAYERS, "as tap_layer_ids"),
         ({}, 4, r"is not in its configuration, and the default of the EAGLE-3 head selects states \[2, 2, 1\]"),
     ],
 )
@@ -263,6 +270,21 @@ def test_states_and_layer_ids_select_the_states_read(
 ) -> None:
     draft = a_draft(altered(tmp_path, "eagle3", **{KEY: ids}) if ids else None, **options)
     assert layers_of(draft) == config_of(draft, caplog).needs.layers == layers
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "warns"),
+    [(None, {}, True), ([1, 4, 6], {}, False), (None, {"states": (2, 4, 5)}, False)],
+    ids=["default", "configured", "overridden"],
+)
+def test_states_that_are_a_guess_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ids: Any, options: Any, warns: bool
+) -> None:
+    draft = a_draft(altered(tmp_path, "eagle3", **{KEY: ids}) if ids else None, **options)
+    config = config_of(draft, caplog)
+    assert config.guesses_states is warns
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("states [2, 4, 5]: the states are a default" in text for text in warnings) is warns
 
 
 def test_the_last_norm_and_the_positions_are_overridden(caplog: pytest.LogCaptureFixture) -> None:

@@ -180,4 +180,5 @@ def test_a_head_describes_how_it_was_understood(tmp_path: Path) -> None:
         "embedding of the target, LM head of the head",
         "norm after the last layer: logits and recycled states",
         "norm before fc: each state by itself; states enter the residual unchanged",
+        "the states are a default, not in the head's configuration; set draft.eagle.states if acceptance is low",
     ]

@@ -217,6 +217,12 @@ def test_a_language_model_is_a_draft_model_or_layer_skip_of_itself() -> None:
     assert validated(yaml.safe_load(itself.snippet)).draft.layer_skip.ids == (0, 1)
 
 
+@pytest.mark.parametrize(("name", "is_guess"), [("eagle3", True), ("eagle3_speculators", False), ("eagle1", False)])
+def test_states_that_are_a_guess_are_marked(name: str, is_guess: bool) -> None:
+    conventions = inspect_draft(checkpoint(name), TARGET).facts.conventions
+    assert any("not in the head's configuration; set draft.eagle.states" in line for line in conventions) is is_guess
+
+
 @pytest.mark.parametrize(
     ("rope", "shown"),
     [
