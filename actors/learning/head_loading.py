@@ -93,7 +93,7 @@ def load_eagle(folder: Path, target: Path, overrides: EagleOverrides, *, is_proj
         else RootMeanSquare(files.tensor("norm.weight").float(), config.eps),
         embedding if is_tied else reader.own_or_borrowed("lm_head.weight", config.columns),
         embedding,
-        rotary_of(config.rope, config.head_dim, config.max_positions),
+        rotary_of(config.rope, config.head_dim),
         norm_before_residual=config.norm_before_residual,
         norms_recycled=config.output_norm is OutputNorm.BOTH,
     )

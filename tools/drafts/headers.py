@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from actors.drafters.heads.dflash.config import DFlashConfig, resolve_dflash
-from actors.drafters.heads.dflash.drafting import MAX_POSITIONS
 from actors.drafters.heads.dflash.weights import ALIASES as DFLASH_ALIASES
 from actors.drafters.heads.eagle.config import ALIASES as EAGLE_ALIASES
 from actors.drafters.heads.eagle.config import SECTION, EagleConfig, canonical, overrides_of, resolve
@@ -295,7 +294,7 @@ def _described(
             shape=_decoder_shape(config) | {"layers": len(config.layers), "block_size": config.block_size},
             embedding=_owner(files, "embed_tokens.weight"),
             lm_head=_owner(files, "lm_head.weight"),
-            positions=int(files.config.get("max_position_embeddings") or MAX_POSITIONS),
+            positions=config.rope.max_positions,
             rope=str(config.rope),
             longest_block=config.block_size - 1,
         )

@@ -14,16 +14,20 @@ from actors.models.config_reader import read_config
 from actors.models.decoder import fix_frequencies
 from cluster.errors import ModelError
 
+MAX_POSITIONS = 2048  # used if the configuration sets none
 DEFAULT_BASE = 10000.0  # used if the configuration sets none; independent of the target's base
+ORIGINAL = "original_max_position_embeddings"  # Phi-3 has it beside the section
+SCALED_FROM_ORIGINAL = frozenset({"llama3", "yarn", "longrope"})
 PLAIN = frozenset({"default", "mrope"})  # for text, mrope equals the default, since its sections have equal positions
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Base and scaling of a rotary position embedding."""
+    """Base, length and scaling of a rotary position embedding."""
 
     base: float
     kind: str  # transformers' rope_type
+    max_positions: int  # of the head's configuration; some scalings depend on it
     scaling: tuple[tuple[str, Any], ...] = ()  # parameters of the scaling
 
     def __str__(self) -> str:
@@ -52,8 +56,21 @@ def rope_of(config: Mapping[str, Any]) -> Rope:
             "the head's config.json sets RoPE parameters without rope_theta; add the rope_theta of its training"
         )
     named = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+    original = config.get(ORIGINAL)
+    if kind in SCALED_FROM_ORIGINAL and original:  # as in transformers, precedes the section's own
+        section[ORIGINAL] = original
     scaling = tuple((name, _frozen(value)) for name, value in section.items() if name not in named)
-    return Rope(float(base or DEFAULT_BASE), kind, scaling)
+    return Rope(float(base or DEFAULT_BASE), kind, _max_positions(config), scaling)
+
+
+def _max_positions(config: Mapping[str, Any]) -> int:
+    positions = config.get("max_position_embeddings") or MAX_POSITIONS
+    if not isinstance(positions, int) or positions < 1:
+        raise ModelError(
+            f"max_position_embeddings in the head's config.json is {positions!r}, expected a positive whole number;"
+            " correct it"
+        )
+    return positions
 
 
 def _section(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +111,7 @@ def _kind(section: Mapping[str, Any]) -> str:
     return "default" if kind in PLAIN else kind
 
 
-def rotary_of(rope: Rope, head_dim: int, max_positions: int) -> nn.Module:
+def rotary_of(rope: Rope, head_dim: int) -> nn.Module:
     """Creates the transformers module that maps positions to cosines and sines."""
     parameters = {"rope_type": rope.kind, "rope_theta": rope.base} | {
         name: list(value) if isinstance(value, tuple) else value for name, value in rope.scaling
@@ -103,7 +120,7 @@ def rotary_of(rope: Rope, head_dim: int, max_positions: int) -> nn.Module:
         hidden_size=head_dim,
         num_attention_heads=1,
         head_dim=head_dim,
-        max_position_embeddings=max_positions,
+        max_position_embeddings=rope.max_positions,
         rope_parameters=parameters,
     )
     rotary: nn.Module = LlamaRotaryEmbedding(config)

@@ -11,11 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actors.drafters.heads.dflash.config import OUTPUTS_KEY
-from actors.drafters.heads.rope import rope_of, rotary_of
 from actors.learning.eagle_layer import HEAD_NORMS, EagleLayer, RootMeanSquare, Rotation
 from actors.learning.eagle_network import tokens_after
 from examples.train_head.heads.draft_module import DraftModule, PublishedHead
-from examples.train_head.heads.layer_start import last_norm, layers_config, start_from_last, states_projection
+from examples.train_head.heads.layer_start import (
+    last_norm,
+    layers_config,
+    rotary_like,
+    start_from_last,
+    states_projection,
+)
 from examples.train_head.heads.target_parts import HeadSizes, TargetParts
 from examples.train_head.shards import StatesBatch
 
@@ -93,7 +98,7 @@ class DFlashModule(DraftModule):
             self.register_buffer("lm_head", lm_head, persistent=False)
         self.register_buffer("embedding", target.embedding(), persistent=False)
         self.register_buffer("token_ids", token_ids, persistent=False)
-        self._rotary = rotary_of(rope_of({"rope_parameters": sizes.rope}), sizes.head_dim, sizes.max_positions)
+        self._rotary = rotary_like(sizes)
 
     def steps(self, batch: StatesBatch, count: int) -> Iterator[Tensor]:
         places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)

@@ -11,11 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.drafters.heads.eagle.config import KEY
-from actors.drafters.heads.rope import rope_of, rotary_of
 from actors.learning.eagle_layer import EagleLayer
 from actors.learning.eagle_network import EagleNetwork
 from examples.train_head.heads.draft_module import DraftModule, PublishedHead
-from examples.train_head.heads.layer_start import last_norm, layers_config, start_from_last, states_projection
+from examples.train_head.heads.layer_start import (
+    last_norm,
+    layers_config,
+    rotary_like,
+    start_from_last,
+    states_projection,
+)
 from examples.train_head.heads.target_parts import TargetParts
 from examples.train_head.shards import StatesBatch
 
@@ -29,7 +34,7 @@ class EagleModule(EagleNetwork, DraftModule):
         projection = states_projection(sizes, len(reads), generator)
         stack = [EagleLayer(sizes, is_first=index == 0) for index in range(layers)]
         start_from_last(stack, target, generator)
-        rotary = rotary_of(rope_of({"rope_parameters": sizes.rope}), sizes.head_dim, sizes.max_positions)
+        rotary = rotary_like(sizes)
         super().__init__(stack, last_norm(target), target.lm_head()[token_ids], target.embedding(), rotary)
         self.fc = projection
         self.register_buffer("token_ids", token_ids, persistent=False)

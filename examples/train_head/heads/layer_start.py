@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from actors.drafters.heads.rope import rope_of, rotary_of
 from actors.learning.eagle_layer import EagleLayer, RootMeanSquare
 from examples.train_head.heads.target_parts import HeadSizes, LayerTensors, TargetParts, normal
 
@@ -40,6 +41,12 @@ def last_norm(target: TargetParts) -> RootMeanSquare:
     """Creates a norm with the target's final-norm weight, or with ones unless the target is Llama-like."""
     weight = target.final_norm()
     return RootMeanSquare(torch.ones(target.sizes.hidden) if weight is None else weight, target.sizes.eps)
+
+
+def rotary_like(sizes: HeadSizes) -> nn.Module:
+    """Creates a rotary module with the target's RoPE."""
+    config = {"rope_parameters": sizes.rope, "max_position_embeddings": sizes.max_positions}
+    return rotary_of(rope_of(config), sizes.head_dim)
 
 
 def layers_config(sizes: HeadSizes, layers: Sequence[EagleLayer], columns: int) -> dict[str, Any]:

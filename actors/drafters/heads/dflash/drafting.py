@@ -303,7 +303,6 @@ class DFlashPredictor:
 
 
 log = logging.getLogger(__name__)
-MAX_POSITIONS = 2048  # used if the configuration sets none; affects only some RoPE scalings
 
 
 def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
@@ -354,6 +353,5 @@ def load_dflash(
     files = read_head(folder).renamed(ALIASES)
     config = resolve_dflash(files, target_shape(target_folder))
     weights = DFlashReader(files, target_folder, config, dtype, device, product).weights(proposable)
-    positions = files.config.get("max_position_embeddings") or MAX_POSITIONS
-    rotary = rotary_of(config.rope, config.head_dim, positions).to(device)
+    rotary = rotary_of(config.rope, config.head_dim).to(device)
     return DFlashDecoder(config, weights, rotary)

@@ -232,7 +232,7 @@ class EagleConfig:
     head_dim: int
     eps: float  # epsilon of the norms
     rope: Rope
-    max_positions: int
+    max_positions: int  # where drafting ends
     vocabulary: int  # vocabulary size of the target
     columns: int  # logit columns: size of the draft vocabulary
     target_hidden: int
@@ -270,7 +270,6 @@ class EagleConfig:
 
 FIRST_QUERIES = "layers.0.self_attn.q_proj"
 BIASES = {"bias": "fc.bias", "attention_bias": f"{FIRST_QUERIES}.bias"}  # required tensor by configuration key
-MAX_POSITIONS = 2048  # used if the configuration sets none
 
 
 def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) -> EagleConfig:
@@ -288,6 +287,7 @@ def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) ->
     needs = _needs(files, kind, hidden, target, overrides)
     projects = kind is EagleKind.EAGLE3 and "fc.weight" in files.tensors
     columns = _columns(files, vocabulary)
+    rope = rope_of(body)
     return EagleConfig(
         kind=kind,
         hidden=hidden,
@@ -297,8 +297,8 @@ def resolve(files: HeadFiles, target: TargetShape, overrides: EagleOverrides) ->
         kv_heads=files.size(body, "num_key_value_heads", heads),
         head_dim=files.size(body, "head_dim", hidden // heads),
         eps=float(body.get("rms_norm_eps", 1e-6)),
-        rope=rope_of(body),
-        max_positions=overrides.max_positions or files.size(body, "max_position_embeddings", MAX_POSITIONS),
+        rope=rope,
+        max_positions=overrides.max_positions or rope.max_positions,
         vocabulary=vocabulary,
         columns=columns,
         target_hidden=target.hidden,

@@ -114,7 +114,7 @@ def head_of(
     """
     reader = EagleReader(files, target_folder, config, dtype, device, product)
     weights = reader.weights(proposable)
-    rotary = rotary_of(config.rope, config.head_dim, config.max_positions).to(device)
+    rotary = rotary_of(config.rope, config.head_dim).to(device)
     inputs = StateInputs(weights.row_projection, dtype, device)
     mask_state = None if weights.mask is None else inputs(weights.mask)
     decoder = EagleDecoder(config, replace(weights, row_projection=None, mask=None), rotary)

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from actors.compute.kv_cache import InputRow
-from actors.drafters.heads.eagle.config import EagleConfig, FeatureNorm, OutputNorm, WeightSource
+from actors.drafters.heads.eagle.config import (
+    NO_OVERRIDES,
+    EagleConfig,
+    EagleOverrides,
+    FeatureNorm,
+    OutputNorm,
+    WeightSource,
+)
 from actors.drafters.heads.eagle.loading import EagleRunner
 from actors.drafters.heads.eagle.method import eagle_draft_model
 from actors.drafters.model.sampling import DraftingLimits
@@ -154,6 +162,28 @@ def config_of(folder: Path, variant: Variant) -> EagleConfig:
 def test_the_file_type_determines_an_unconfigured_residual(tmp_path: Path, kind: str | None, is_normed: bool) -> None:
     changes = {"norm_before_residual": None} | ({"speculators_model_type": kind} if kind else {})
     assert config_of(tmp_path, Variant(config=changes)).norm_before_residual is is_normed
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+ORIGINAL = {"original_max_position_embeddings": 64}
+
+
+def logits_of(folder: Path, config: dict[str, Any], overrides: EagleOverrides = NO_OVERRIDES) -> Tensor:
+    head = loaded(RestatedEagle(Variant(config=config)).save(folder), overrides)
+    return Drive(head).feed(torch.arange(LENGTH), torch.ones(LENGTH, 32), 0).logits
+
+
+def test_the_override_of_positions_does_not_change_the_rope(tmp_path: Path) -> None:
+    config = {"rope_scaling": LONGROPE | ORIGINAL, "max_position_embeddings": 4096}
+    usual = logits_of(tmp_path, config)
+    assert torch.equal(logits_of(tmp_path, config, EagleOverrides(max_positions=128)), usual)
+    assert off_by(logits_of(tmp_path, config | {"max_position_embeddings": 128}), usual) > TOLERANCE
+
+
+def test_an_original_length_beside_the_section_is_read(tmp_path: Path) -> None:
+    usual = logits_of(tmp_path, {"rope_scaling": LONGROPE | ORIGINAL})
+    assert torch.equal(logits_of(tmp_path, {"rope_scaling": LONGROPE} | ORIGINAL), usual)
+    assert off_by(logits_of(tmp_path, {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 8}}), usual) > 0
 
 
 def test_a_lone_hass_norm_is_dropped(tmp_path: Path) -> None:

@@ -593,6 +593,20 @@ def test_the_block_size_is_read_from_either_key(tmp_path: Path) -> None:
     assert loaded("dflash", altered(tmp_path, "dflash", drop=("block_size",))).config.block_size == 16
 
 
+def test_the_length_in_speculators_section_determines_the_rope(tmp_path: Path) -> None:
+    """Without an original length, yarn starts from the maximum length."""
+    known = case("dflash_speculators")
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+
+    def found(**config: Any) -> Tensor:
+        folder = altered(tmp_path, "dflash_speculators", section="transformer_layer_config", **config)
+        return logits(loaded("dflash_speculators", folder), known)
+
+    explicit = found(rope_parameters=yarn | {"original_max_position_embeddings": 64})
+    assert torch.equal(found(rope_parameters=yarn, max_position_embeddings=64), explicit)
+    assert off_by(found(rope_parameters=yarn), explicit) > TOLERANCE
+
+
 def test_scales_and_caps_are_applied(tmp_path: Path) -> None:
     """Norms partly cancel the embedding's scale; the logit scale and cap act directly."""
     head = loaded("dflash", altered(tmp_path, "dflash", output_multiplier=2.0, final_logit_softcapping=3.0))
