@@ -52,6 +52,7 @@ UNREAD_TENSORS = (
     r"(^|\.)(attn|attention)\.masked_bias$",
     r"^mtp\.",  # multi-token prediction modules, which drafters read
     r"^model\.mtp_layers\.",
+    r"^medusa_head\.",  # heads merged with their target (Medusa-2), which drafters read
 )
 CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention)\.bias$")  # shape (1, 1, positions, positions)
 SCALES = re.compile(r"scale|qweight|qzeros|absmax|packed")

@@ -31,6 +31,7 @@ EMBEDDING = (
 )
 HEAD = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING)  # a tied head is stored as the embedding
 BORROWED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # others need scales
+QUANTIZATION = "quantization_config"
 TIED = "tie_word_embeddings"
 
 Aliases = Sequence[tuple[str, str]]
@@ -85,6 +86,13 @@ class HeadFiles:
                 f" {shape}"
             )
         return found
+
+    def refuse_quantized(self) -> None:
+        """Raises ModelError if the configuration describes quantized weights."""
+        if self.config.get(QUANTIZATION):
+            raise ModelError(
+                f"{self.folder} is a quantized draft head, which is not supported; use the unquantized head"
+            )
 
     def refuse_unused(self, names: Sequence[str], family: str) -> None:
         """Raises ModelError for tensors that no supported head of the family uses."""

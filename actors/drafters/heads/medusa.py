@@ -5,6 +5,7 @@ committed token. Tensor names determine the layout. FasterDecoding has two: `{i}
 under `medusa_head.` in a merged model. vLLM's layout, `blocks.{i}.layers.{j}.weight`, may have a smaller vocabulary.
 """
 
+import logging
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.compute.linear import Product, Projection, projection
-from actors.drafters.heads.files import HEAD, HeadFiles, head_folder, read_head
+from actors.drafters.heads.files import HEAD, QUANTIZATION, HeadFiles, head_folder, read_head
 from actors.drafters.heads.last_state import check_state_width, last_state_drafting, states_needed
 from actors.drafters.heads.projection import DecodedStates, decoded, draft_columns
 from actors.drafters.heads.rope import TargetShape, target_shape
@@ -30,7 +31,10 @@ __all__ = ["create", "states_needed"]  # looked up by the registry
 
 MERGED = "medusa_head."
 PREFIXES = (MERGED, "medusa_heads.")
+TOKEN_MAP = "token_map"  # the target's ids of a smaller vocabulary
+SHARED_LM_HEAD = "original_lm_head"  # key in vLLM's configuration: heads use the target's LM head or a copy of it
 BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
+log = logging.getLogger(__name__)
 LAYER = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
 
 
@@ -115,7 +119,15 @@ def load_medusa(
     product: Product = projection,
 ) -> MedusaHeads:
     """Loads published heads. Raises ModelError if they do not match the target."""
-    files = without_base_model(read_head(folder))
+    stored = read_head(folder)
+    files = without_base_model(stored)
+    if len(files.tensors) < len(stored.tensors) and folder.resolve() != target_folder.resolve():
+        log.warning(
+            "%s also holds a base model, trained with its Medusa heads, but the target is %s; set model.target to the"
+            " head's folder unless their weights are the same",
+            folder,
+            target_folder,
+        )
     config = resolve_medusa(files, target_shape(target_folder))
     return medusa_of(files, config, target_folder, dtype, device, proposable, product)
 
@@ -129,35 +141,44 @@ def medusa_of(
     proposable: Collection[int],
     product: Product,
 ) -> MedusaHeads:
-    """Builds heads from unprefixed tensor names. Raises ModelError if a tensor is missing or has the wrong shape."""
+    """Builds heads from unprefixed tensor names. Raises ModelError if a tensor is missing, misshapen or unused."""
     names = names_of(files)
-    ids = files.tensors.get("token_map", torch.arange(config.columns)).long()
+    used = {TOKEN_MAP}
+    ids = files.tensors.get(TOKEN_MAP, torch.arange(config.columns)).long()
     columns = draft_columns(files.folder, ids, config.vocabulary, proposable)
 
     def placed(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype).contiguous()
 
+    def stored(name: str, *shape: int) -> Tensor:
+        used.add(name)
+        return files.tensor(name, shape)
+
     def linear(name: str) -> Projection:
         has_bias = f"{name}.bias" in files.tensors
-        bias = files.tensor(f"{name}.bias", (config.hidden,)) if has_bias else None
-        weight = files.tensor(f"{name}.weight", (config.hidden, config.hidden))
+        bias = stored(f"{name}.bias", config.hidden) if has_bias else None
+        weight = stored(f"{name}.weight", config.hidden, config.hidden)
         return product(placed(weight), None if bias is None else placed(bias))
 
     @cache  # heads may share one
     def lm_head(name: str | None) -> Projection:
         shape = (config.columns, config.hidden)
-        weight = files.tensor(name, shape) if name else files.borrowed(target_folder, HEAD, shape)
+        weight = stored(name, *shape) if name else files.borrowed(target_folder, HEAD, shape)
         return product(placed(columns.of(weight)), None)
 
     branches = [
         _Branch(tuple(linear(names.block(head, block)) for block in range(config.blocks)), lm_head(names.lm_head(head)))
         for head in range(config.heads)
     ]
+    copies = ("lm_head.", "lm_heads.") if files.config.get(SHARED_LM_HEAD) else ()
+    if unused := [name for name in sorted(files.tensors) if name not in used and not name.startswith(copies)]:
+        files.refuse_unused(unused, "Medusa")
     return MedusaHeads(config, branches, columns.token_ids.to(device))
 
 
 def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
     """Resolves heads from tensor names without prefix. Raises ModelError if they do not match the target."""
+    files.refuse_quantized()
     names = names_of(files)
     if not names.heads or names.heads != list(range(len(names.heads))):
         raise ModelError(
@@ -168,7 +189,7 @@ def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
     check_state_width(files.folder, hidden, target)
     name = names.lm_head(0)
     columns = int(files.tensor(name).shape[0]) if name else target.vocabulary
-    mapped = files.tensors.get("token_map")
+    mapped = files.tensors.get(TOKEN_MAP)
     if mapped is not None and len(mapped) != columns:
         raise ModelError(f"token_map in {files.folder} has {len(mapped)} tokens, expected {columns}; fetch it again")
     needs = StatesNeeded((target.layers,), hidden)
@@ -176,11 +197,13 @@ def resolve_medusa(files: HeadFiles, target: TargetShape) -> MedusaConfig:
 
 
 def without_base_model(files: HeadFiles) -> HeadFiles:
-    """Drops the tensors of a merged model and the prefix of the heads' tensor names."""
+    """Drops the tensors and the quantization of a merged model, and the prefix of the heads' tensor names."""
     for prefix in PREFIXES:
         if any(name.startswith(prefix) for name in files.tensors):
             mine = {name: tensor for name, tensor in files.tensors.items() if name.startswith(prefix)}
-            return HeadFiles(files.folder, files.config, mine).renamed([(re.escape(prefix), "")])
+            is_merged = len(mine) < len(files.tensors)
+            config = {key: value for key, value in files.config.items() if key != QUANTIZATION or not is_merged}
+            return HeadFiles(files.folder, config, mine).renamed([(re.escape(prefix), "")])
     return files
 
 
@@ -215,7 +238,7 @@ class _VllmNames:
         matches = [match for name in files.tensors if (match := LAYER.fullmatch(name))]
         self.heads = sorted({int(match[1]) for match in matches})
         self.blocks = max([int(match[2]) + 1 for match in matches], default=0)
-        self._is_shared = bool(files.config.get("original_lm_head"))
+        self._is_shared = bool(files.config.get(SHARED_LM_HEAD))
 
     def block(self, head: int, block: int) -> str:
         return f"blocks.{head}.layers.{block}"

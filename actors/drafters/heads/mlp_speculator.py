@@ -5,6 +5,7 @@ has its own weights, or all steps share weights.
 """
 
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +30,7 @@ __all__ = ["create", "states_needed"]  # looked up by the registry
 
 EPS = 1e-6  # epsilon of the norms
 ALIASES = ((r"speculator\.", ""),)
+COPY = re.compile(r"(emb|proj|head)\.\d+\.weight|ln\.\d+\.(weight|bias)")  # tensors that tied steps may store again
 TIED_KEYS = ("tie_weights", "tie_wts")  # configuration keys of different publishers
 
 
@@ -154,7 +156,11 @@ def mlp_speculator_of(
     proposable: Collection[int],
     product: Product,
 ) -> MlpSpeculator:
-    """Builds a speculator from tensor names without prefix. Raises ModelError if it does not match the target."""
+    """Builds a speculator from tensor names without prefix.
+
+    Raises ModelError if it does not match the target or contains unused tensors.
+    """
+    used: set[str] = set()
     if config.columns <= max(proposable):
         raise ModelError(
             f"{files.folder} has embeddings for {config.columns} tokens, but the target's ids go up to"
@@ -163,6 +169,7 @@ def mlp_speculator_of(
     columns = draft_columns(files.folder, torch.arange(config.columns), config.vocabulary, proposable)
 
     def placed(name: str, *shape: int) -> Tensor:
+        used.add(name)
         return files.tensor(name, shape).to(device, dtype).contiguous()
 
     @cache  # steps may share weights
@@ -185,18 +192,22 @@ def mlp_speculator_of(
         )
 
     steps = [step(index) for index in range(config.steps)]
+    copied = COPY.fullmatch if config.is_tied else used.__contains__
+    if unused := [name for name in sorted(files.tensors) if name not in used and not copied(name)]:
+        files.refuse_unused(unused, "MLPSpeculator")
     return MlpSpeculator(config, steps, columns.token_ids.to(device))
 
 
 def resolve_mlp_speculator(files: HeadFiles, target: TargetShape) -> MlpSpeculatorConfig:
     """Resolves a speculator from tensor names without prefix. Raises ModelError if it does not match the target."""
+    files.refuse_quantized()
     if "emb.0.weight" not in files.tensors:
         raise ModelError(
             f"{files.folder} holds no MLPSpeculator: there is neither emb.0.weight nor speculator.emb.0.weight"
         )
     columns, inner = map(int, files.tensors["emb.0.weight"].shape)
     hidden = int(files.tensor("proj.0.weight").shape[-1])
-    stored = sum(name.startswith("emb.") for name in files.tensors)
+    stored = sum(name.startswith("emb.") and name.endswith(".weight") for name in files.tensors)
     is_tied = any(bool(files.config.get(key)) for key in TIED_KEYS)
     steps = files.config.get("n_predict", stored)
     if not isinstance(steps, int) or steps < 1 or (not is_tied and stored != steps):

@@ -129,8 +129,7 @@ ALIASES = (
 
 def canonical(files: HeadFiles) -> HeadFiles:
     """Renames all tensors to canonical names. Raises ModelError for quantized weights."""
-    if files.config.get("quantization_config"):
-        raise ModelError(f"{files.folder} is a quantized draft head, which is not supported; use the unquantized head")
+    files.refuse_quantized()
     return replace(files, tensors=_without_stray_norm(files.tensors)).renamed(ALIASES)
 
 

@@ -180,6 +180,7 @@ def test_a_tensor_that_the_model_has_no_place_for_is_refused(tmp_path, name, rem
         ("mtp.layers.0.mlp.up_proj.weight", (4, 4), {}),
         ("mtp.fc.weight", (4, 4), {}),
         ("model.mtp_layers.0.input_proj.weight", (4, 4), {}),
+        ("medusa_head.0.0.linear.weight", (4, 4), {}),
         ("model.layers.2.mlp.up_proj.weight", (4, 4), {"num_nextn_predict_layers": 1}),
         ("model.layers.0.attn.bias", (1, 1, 4, 4), {}),
         ("model.layers.0.attn.masked_bias", (), {}),

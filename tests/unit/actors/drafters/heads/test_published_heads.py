@@ -244,6 +244,21 @@ def test_projections_may_have_biases(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- Medusa
 
 
+def test_heads_merged_with_another_model_than_the_target_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The quantization is the base model's."""
+    assert is_reference("medusa", altered(tmp_path, "medusa", merged, **QUANTIZED))
+    assert "set model.target to the head's folder" in caplog.text
+    caplog.clear()
+    loaded("medusa")
+    assert not caplog.text
+
+
+def test_unused_copies_of_a_shared_lm_head_are_allowed(tmp_path: Path) -> None:
+    loaded("medusa", altered(tmp_path, "medusa", as_vllm, original_lm_head=True))
+
+
 MAP = torch.tensor([5, 90, 17, 3])
 
 
@@ -635,6 +650,7 @@ def test_a_head_describes_how_it_was_understood(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- refusals
 
 
+QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
 BY_LAYER_TYPE = {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}
 
 
@@ -649,6 +665,8 @@ def mapped(ids: Tensor) -> Change:
 @pytest.mark.parametrize(
     ("name", "config", "named"),
     [
+        ("medusa", QUANTIZED, "is a quantized draft head, which is not supported; use the unquantized head"),
+        ("mlp_speculator", QUANTIZED, "is a quantized draft head"),
         ("mlp_speculator", {"n_predict": 4}, "n_predict 4 and 3 embeddings"),
         ("mlp_speculator", {"n_predict": 0}, "n_predict 0 and 3 embeddings"),
         ("dflash", {"hidden_size": 16}, "made for a target with 96 tokens and a hidden size of 16, but .* 96 and 32"),
@@ -689,6 +707,9 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, name: str, c
         ("medusa", mapped(MAP[:3]), "token_map .* has 3 tokens, expected 4"),
         ("medusa", mapped(MAP + 10), "expected distinct ids below 96"),
         ("medusa", added("1.1.weight", 90, 32), r"1\.1\.weight .* \(90, 32\), expected"),
+        ("medusa", added("0.0.linear.weight_scale", 1), r"no supported Medusa head uses: 0\.0\.linear\.weight_scale"),
+        ("medusa", added("gate.weight", 3), r"uses: gate\.weight"),
+        ("mlp_speculator", added("speculator.emb.0.weight_scale", 1), r"no supported MLPSpeculator head .*: emb\.0"),
         ("mlp_speculator", lambda _: {"fc.weight": torch.zeros(2)}, "holds no MLPSpeculator"),
         ("mlp_speculator", added("speculator.proj.0.weight", 24, 16), "states of 16 elements.* target's have 32"),
         ("mlp_speculator", added("speculator.ln.1.bias", 23), r"ln\.1\.bias .* shape \(23,\), expected \(24,\)"),

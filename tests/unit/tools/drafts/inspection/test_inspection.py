@@ -349,7 +349,7 @@ def test_missing_and_misshapen_tensors_are_reported_as_by_the_loader(name: str, 
         assert inspect_draft(wrong, TARGET).fits == loads(method, wrong), f"with a longer {key}"
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash", "medusa", "mlp_speculator"])
 def test_extra_tensors_are_reported_as_by_the_loader(name: str, tmp_path: Path) -> None:
     folder = copied(tmp_path, name, dict(read_head(checkpoint(name)).tensors) | {"gate.weight": torch.ones(3)})
     assert inspect_draft(folder, TARGET).mismatches == (
