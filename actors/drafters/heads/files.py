@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.models.checkpoint import first_existing, folder_with, local_folder
-from actors.models.config_reader import CONFIG, read_config, read_json
+from actors.models.config_reader import CONFIG, one_line, read_config, read_json
 from actors.models.weights import read_tensors, stored_tensors
 from cluster.config import DraftPool
 from cluster.errors import ModelError
@@ -179,7 +179,9 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise ModelError(f"{path} cannot be read as tensors alone: {error}; convert it to safetensors") from error
+        raise ModelError(
+            f"{path} cannot be read as tensors alone: {one_line(error)}; convert it to safetensors"
+        ) from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ModelError(f"{path} does not map names to tensors; convert it to safetensors")
     return {str(name): tensor for name, tensor in tensors.items()}

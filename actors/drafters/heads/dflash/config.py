@@ -17,6 +17,7 @@ BLOCK_SIZE = 16  # used if the configuration sets none
 OUTPUTS_KEY = "target_layer_ids"  # ids of the layers whose outputs the head reads
 STATES_KEYS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")  # ids of states (layer inputs)
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+MASK_FILE = "mask_embedding.pt"  # embedding of an added mask token
 REFUSED: Mapping[str, tuple[Any, ...]] = {  # unsupported options and the values that disable them
     "sample_from_anchor": (None, False),
     "attention_sink_bias": (None, False),
@@ -92,7 +93,8 @@ class _Resolution:
         self._target = target
         nested = files.config.get("dflash_config") or {}
         self._decoder = files.config.get("transformer_layer_config") or files.config
-        self._options = {**self._decoder, **files.config, **nested}
+        sections = (self._decoder, files.config, nested)  # the last takes precedence
+        self._options = {key: value for section in sections for key, value in section.items() if value is not None}
         self._nested = nested
 
     def config(self) -> DFlashConfig:
@@ -139,7 +141,7 @@ class _Resolution:
         size = self._size("block_size", BLOCK_SIZE)
         if size < 2:
             raise self._wrong(
-                "block_size", "expected at least 2: the last committed token and one mask per draft token"
+                "block_size", "expected at least 2: the last committed token and one mask per draft token; correct it"
             )
         return size
 
@@ -147,7 +149,10 @@ class _Resolution:
         count = self._size("num_hidden_layers")
         types = self._options.get("layer_types") or ["full_attention"] * count
         if len(types) != count or not set(types) <= {"full_attention", "sliding_attention"}:
-            raise self._wrong("layer_types", f"expected full_attention or sliding_attention for each of {count} layers")
+            raise self._wrong(
+                "layer_types",
+                f"expected full_attention or sliding_attention for each of {count} layers; use another head",
+            )
         if self._options.get("use_swa") and "sliding_attention" not in types:
             raise self._wrong("use_swa", "but layer_types contains no sliding_attention; correct one of them")
         return tuple(self._layer(kind == "sliding_attention") for kind in types)
@@ -165,8 +170,13 @@ class _Resolution:
     def _mask_token(self, vocabulary: int) -> int:
         name = next((name for name in MASK_KEYS if self._options.get(name) is not None), MASK_KEYS[0])
         token = self._options.get(name)
-        if not isinstance(token, int) or not 0 <= token < vocabulary:
-            raise self._wrong(name, f"expected the mask token's id, below {vocabulary}")
+        is_added = (self._files.folder / MASK_FILE).is_file()  # its embedding is not in the target's table
+        if not isinstance(token, int) or token < 0 or not (token < vocabulary or is_added):
+            raise self._wrong(
+                name,
+                f"expected the mask token's id, below {vocabulary} unless {MASK_FILE} has its embedding; correct it, or"
+                " fetch the whole head",
+            )
         return token
 
     def _columns(self, vocabulary: int) -> int:
@@ -175,7 +185,8 @@ class _Resolution:
         if columns > vocabulary or (columns < vocabulary and missing):
             raise self._wrong(
                 "draft_vocab_size",
-                f"expected at most {vocabulary}, and less only with the tensors d2t and lm_head.weight",
+                f"expected at most {vocabulary}, and less only with the tensors d2t and lm_head.weight; fetch the head"
+                " again",
             )
         return columns
 
@@ -186,7 +197,8 @@ class _Resolution:
         if len(states) * hidden != width or not all(0 <= k <= self._target.layers for k in states):
             raise ModelError(
                 f"{self._files.folder} reads the target's states {list(states)}, but its fc.weight has {width} inputs"
-                f" and the target states 0 to {self._target.layers} of {hidden}; expected {width / hidden:g} of these"
+                f" and the target states 0 to {self._target.layers} of {hidden}; expected {width / hidden:g} of these,"
+                " so use a head made for this target"
             )
         return StatesNeeded(states, width, hidden, sees=self._sees())
 
@@ -207,7 +219,7 @@ class _Resolution:
             if ids is None:
                 continue
             if not isinstance(ids, list) or not all(isinstance(k, int) for k in ids):
-                raise self._wrong(name, "expected a list of whole numbers")
+                raise self._wrong(name, "expected a list of whole numbers; correct it")
             return tuple(k + 1 if name == OUTPUTS_KEY else k for k in ids)
         return tuple(k + 1 for k in default_outputs(self._target.layers, count))
 

@@ -1,5 +1,6 @@
 """Reads a DFlash head's tensors under canonical names, as the weights of its forward."""
 
+import pickle
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -7,9 +8,10 @@ import torch
 from torch import Tensor
 
 from actors.compute.linear import Projection
-from actors.drafters.heads.dflash.config import DFlashConfig
+from actors.drafters.heads.dflash.config import MASK_FILE, DFlashConfig
 from actors.drafters.heads.projection import RowProjection
 from actors.drafters.heads.weight_reader import WeightReader
+from actors.models.config_reader import one_line
 from actors.models.decoder import Norm
 from cluster.errors import ModelError
 
@@ -19,7 +21,6 @@ ALIASES = (
     (r"(?:model\.)?midlayer\.", "layers.0."),
     (r"model\.", ""),
 )
-MASK_FILE = "mask_embedding.pt"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,10 +89,19 @@ class DFlashReader(WeightReader):
         path = self.files.folder / MASK_FILE
         if not path.is_file():
             return embedding[self.config.mask_token]
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-        vector = stored["embedding"] if isinstance(stored, dict) else stored
+        try:
+            stored = torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            raise ModelError(f"{path} cannot be read as tensors alone: {one_line(error)}; fetch it again") from error
+        vector = stored.get("embedding") if isinstance(stored, dict) else stored
         if not isinstance(vector, Tensor) or vector.numel() != self.config.hidden:
             raise ModelError(f"{path} holds no mask embedding of {self.config.hidden} elements; fetch it again")
+        token = stored.get("mask_token_id") if isinstance(stored, dict) else None
+        if token is not None and int(token) != self.config.mask_token:
+            raise ModelError(
+                f"{path} has the embedding of mask token {int(token)}, but the head's config.json has mask token"
+                f" {self.config.mask_token}; fetch both again"
+            )
         return self.placed(vector.flatten())
 
     def _layer(self, index: int) -> DFlashLayer:

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from actors.compute.linear import Product, Projection, projection
-from actors.drafters.heads.dflash.config import DFlashLayerKind, default_outputs
+from actors.drafters.heads.dflash.config import MASK_FILE, DFlashLayerKind, default_outputs
 from actors.drafters.heads.dflash.drafting import DFlashContext, DFlashDecoder
-from actors.drafters.heads.dflash.weights import MASK_FILE
 from actors.drafters.heads.medusa import MedusaHeads
 from actors.drafters.heads.mlp_speculator import MlpSpeculator
 from cluster.errors import ModelError
@@ -599,6 +598,44 @@ def test_a_mask_may_have_an_embedding_of_its_own(tmp_path: Path, as_dict: bool) 
     torch.save(torch.zeros(5), folder / MASK_FILE)
     with pytest.raises(ModelError, match=r"mask_embedding\.pt holds no mask embedding of 32 elements"):
         loaded("dflash", folder)
+
+
+MASK_ID = {"mask_token_id": 96, "dflash_config": {"target_layer_ids": [1, 3, 5]}}
+
+
+def test_an_added_mask_token_needs_its_embedding(tmp_path: Path) -> None:
+    """Its id is beyond the target's table."""
+    folder = altered(tmp_path, "dflash", **MASK_ID)
+    with pytest.raises(ModelError, match=rf"is 96, expected .* below 96 unless {MASK_FILE} has its embedding; correct"):
+        loaded("dflash", folder)
+    row = target_weights()["model.embed_tokens.weight"][95].clone()
+    torch.save({"embedding": row, "mask_token_id": 96}, folder / MASK_FILE)
+    assert off_by(logits(loaded("dflash", folder)), DFLASH["logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"embedding": torch.zeros(32), "mask_token_id": 7}, "embedding of mask token 7, but .* mask token 96; fetch"),
+        ({"mask_embedding": torch.zeros(32)}, "holds no mask embedding of 32 elements"),
+        ([torch.zeros(32)], "holds no mask embedding of 32 elements"),
+    ],
+    ids=["another id", "another key", "list"],
+)
+def test_an_unsuitable_mask_file_is_refused(tmp_path: Path, content: Any, named: str) -> None:
+    folder = altered(tmp_path, "dflash", **MASK_ID)
+    torch.save(content, folder / MASK_FILE)
+    with pytest.raises(ModelError, match=named):
+        loaded("dflash", folder)
+    (folder / MASK_FILE).write_bytes(b"no pickle")
+    with pytest.raises(ModelError, match=r"cannot be read as tensors alone: .*; fetch it again"):
+        loaded("dflash", folder)
+
+
+def test_null_in_a_section_does_not_hide_the_value_outside(tmp_path: Path) -> None:
+    nested = {"target_layer_ids": [1, 3, 5], "mask_token_id": None, "block_size": None}
+    config = loaded("dflash", altered(tmp_path, "dflash", dflash_config=nested, mask_token_id=95)).config
+    assert (config.mask_token, config.block_size) == (95, 5)
 
 
 def test_the_block_size_is_read_from_either_key(tmp_path: Path) -> None:
