@@ -29,7 +29,7 @@ from actors.drafters.model.forwards import MASK_KEYS
 from cluster.config import DraftPool
 from protos.messages import StateDtype, StatesFormat, StatesNeeded
 
-ID_TABLES = ("d2t", "token_map")  # small tables of token ids, needed to describe a head
+ID_TABLES = ("d2t", "t2d", "token_map")  # small tables of token ids, needed to describe a head
 
 
 @dataclass(frozen=True, slots=True)

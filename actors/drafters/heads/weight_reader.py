@@ -15,6 +15,7 @@ from actors.compute.linear import Product, Projection
 from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
 from actors.drafters.heads.projection import DraftColumns, draft_columns
 from actors.models.decoder import WeightedNorm, norm_of
+from cluster.errors import ModelError
 
 TRAINING_PREFIXES = ("t2d", "verifier_")  # prefixes of tensors used only in training
 DERIVED_SUFFIX = "rotary_emb.inv_freq"  # determined by the configuration
@@ -95,7 +96,20 @@ class WeightReader:
             ids = ids + self.files.tensor("d2t", (self.config.columns,)).long()
         if proposable is None:
             proposable = range(self.config.vocabulary)
-        return draft_columns(self.files.folder, ids, self.config.vocabulary, proposable)
+        columns = draft_columns(self.files.folder, ids, self.config.vocabulary, proposable)
+        if self.has("d2t"):
+            self._check_kept(ids)
+        return columns
+
+    def _check_kept(self, ids: Tensor) -> None:
+        """Raises ModelError if `t2d`, the mask of the target's tokens in the draft vocabulary, contradicts `ids`."""
+        kept = self.files.tensors.get("t2d")
+        if kept is None or kept.dtype is not torch.bool or kept.shape != (self.config.vocabulary,):
+            return
+        if not torch.equal(ids.sort().values, kept.nonzero().flatten()):
+            raise ModelError(
+                f"d2t and t2d in {self.files.folder} select different tokens; fetch or convert the head again"
+            )
 
     def check_all_used(self, family: str) -> None:
         """Raises ModelError for unread tensors, which indicate another kind of head."""

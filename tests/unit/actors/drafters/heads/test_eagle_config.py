@@ -149,6 +149,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no last norm": ("eagle3", {"change": without("norm.weight")}, r"no tensor norm\.weight"),
     "further tensor": ("eagle3", {"change": added("midlayer.self_attn.sinks", 4)}, "supported EAGLE head .*: .*sinks"),
     "d2t": ("eagle3", {"change": without("d2t")}, "proposes 48 of 96 tokens, but has no tensor d2t"),
+    "another t2d": (
+        "eagle3",
+        {"change": lambda t: t | {"d2t": torch.zeros_like(t["d2t"])}},
+        "d2t and t2d in .* select different tokens; fetch or convert the head again",
+    ),
     "no head's head": ("eagle3", {"change": without("lm_head.weight")}, "has no lm_head.weight"),
     "draft_vocab_size": ("eagle3", {"draft_vocab_size": 97}, "is 97, expected 1 to 96"),
     "norm before fc that is not there": ("eagle3", {"norm_before_fc": True}, "no tensor input_norm.weight, but"),
