@@ -47,6 +47,7 @@ from actors.models.weights import (
     report,
     samples,
     stored_tensors,
+    warn_of_untied,
 )
 from cluster.errors import ModelError
 
@@ -276,6 +277,8 @@ def _read(
         ) from error
     cuts = shard(model, group) if group.size > 1 else {}
     fill(model, sources, stored, cuts, device, show=group.rank == 0)
+    if group.rank == 0:
+        warn_of_untied(model, folder, cuts)
     return model
 
 
@@ -294,6 +297,7 @@ def _converted(folder: Path, stored: Mapping[str, Stored], dtype: str, device: t
     shapes = {key: tensor.shape for key, tensor in stored.items()}
     check_tensors_match(model, folder, loading["missing_keys"], loading["unexpected_keys"], misshapen, shapes)
     check_finite(model, folder)
+    warn_of_untied(model, folder, {})
     return model
 
 

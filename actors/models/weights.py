@@ -494,6 +494,28 @@ def _with_ties(model: PreTrainedModel, origins: Mapping[str, str]) -> dict[str, 
     return tied
 
 
+@torch.inference_mode()
+def warn_of_untied(model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut]) -> None:
+    """Logs tied weights of a loaded model that the checkpoint stores with different values; `cuts` are this rank's."""
+    weights: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for name, source in model.all_tied_weights_keys.items():
+        if name not in weights or source not in weights:
+            continue  # quantized
+        weight = weights[name]
+        other = weights[source]
+        if name in cuts and source not in cuts:
+            other = cuts[name].of(other)
+        if weight.shape == other.shape and weight.data_ptr() != other.data_ptr() and not torch.equal(weight, other):
+            log.warning(
+                "%s stores %s and %s with different values, though its %s ties them; both are used as stored, as in"
+                " transformers; set tie_word_embeddings to false, or remove the wrong tensor",
+                folder,
+                name,
+                source,
+                CONFIG,
+            )
+
+
 def _block_cut(cut: Cut, block: int, shape: Shape) -> Cut:
     """Returns the cut of one block's tensors, which lack the stacked dimension."""
     dim = cut.dim - 1

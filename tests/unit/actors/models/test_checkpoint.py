@@ -492,6 +492,19 @@ def test_either_of_two_tied_weights_may_be_stored(tmp_path, kept):
     assert same_weights(load_model(tmp_path, "float32", CPU), expected)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tied_weights_that_are_stored_with_different_values_are_logged(tmp_path, caplog, ranks):
+    configured(a_llama(tmp_path), tie_word_embeddings=True)
+    own = load_file(tmp_path / "model.safetensors")["lm_head.weight"]
+    found = load(tmp_path, "float32", CPU, Planned(0, ranks)).model
+    assert torch.equal(found.lm_head.weight, own[: len(found.lm_head.weight)]), "as in transformers"
+    assert "set tie_word_embeddings to false, or remove the wrong tensor" in caplog.text
+    caplog.clear()
+    changed(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    load(tmp_path, "float32", CPU, Planned(0, ranks))
+    assert "tie_word_embeddings" not in caplog.text
+
+
 def test_renamed_weights_are_read_on_one_rank_and_on_two(tmp_path):
     """GPT-NeoX checkpoints name the LM head embed_out."""
     torch.manual_seed(0)
