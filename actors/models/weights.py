@@ -311,7 +311,7 @@ def fill(
                 broken += [part.name for part in run if part.is_weight and not is_finite(part.into)]
                 progress.update(sum(map(_byte_count, run)))
             if broken:
-                raise _not_finite(path, sorted(set(broken)), model.dtype)
+                raise not_finite(path, sorted(set(broken)), model.dtype)
     model.load_state_dict(plan.filled, assign=True)
     model.to(device)  # moves buffers that are not stored
     model.requires_grad_(False)
@@ -537,10 +537,11 @@ def is_finite(tensor: Tensor) -> bool:
 def check_finite(model: PreTrainedModel, folder: Path) -> None:
     """Raises ModelError, naming the tensors, if weights of a loaded model are NaN or infinite."""
     if broken := [name for name, weight in model.named_parameters() if not is_finite(weight)]:
-        raise _not_finite(folder, broken, model.dtype)
+        raise not_finite(folder, broken, model.dtype)
 
 
-def _not_finite(where: Path, names: Sequence[str], dtype: torch.dtype) -> ModelError:
+def not_finite(where: Path, names: Sequence[str], dtype: torch.dtype) -> ModelError:
+    """Returns the error for NaN or infinite weights after their conversion to `dtype`."""
     kind = str(dtype).removeprefix("torch.")
     narrow = ", or choose model.dtype bfloat16 if they are only too large for float16" if dtype is torch.float16 else ""
     return ModelError(

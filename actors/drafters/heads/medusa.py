@@ -21,6 +21,7 @@ from actors.drafters.heads.files import HEAD, QUANTIZATION, HeadFiles, head_fold
 from actors.drafters.heads.last_state import check_state_width, last_state_drafting, states_needed
 from actors.drafters.heads.projection import DecodedStates, decoded, draft_columns
 from actors.drafters.heads.rope import TargetShape, target_shape
+from actors.drafters.heads.weight_reader import place
 from actors.drafters.registry import DraftSetup
 from actors.models.decoder import ForwardOutput
 from cluster.config import DraftPool
@@ -147,24 +148,24 @@ def medusa_of(
     ids = files.tensors.get(TOKEN_MAP, torch.arange(config.columns)).long()
     columns = draft_columns(files.folder, ids, config.vocabulary, proposable)
 
-    def placed(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype).contiguous()
+    def placed(name: str, tensor: Tensor) -> Tensor:
+        used.add(name)
+        return place(files.folder, name, tensor, dtype, device)
 
     def stored(name: str, *shape: int) -> Tensor:
-        used.add(name)
-        return files.tensor(name, shape)
+        return placed(name, files.tensor(name, shape))
 
     def linear(name: str) -> Projection:
         has_bias = f"{name}.bias" in files.tensors
         bias = stored(f"{name}.bias", config.hidden) if has_bias else None
         weight = stored(f"{name}.weight", config.hidden, config.hidden)
-        return product(placed(weight), None if bias is None else placed(bias))
+        return product(weight, bias)
 
     @cache  # heads may share one
     def lm_head(name: str | None) -> Projection:
         shape = (config.columns, config.hidden)
-        weight = stored(name, *shape) if name else files.borrowed(target_folder, HEAD, shape)
-        return product(placed(columns.of(weight)), None)
+        weight = files.tensor(name, shape) if name else files.borrowed(target_folder, HEAD, shape)
+        return product(placed(name or HEAD[0], columns.of(weight)), None)
 
     branches = [
         _Branch(tuple(linear(names.block(head, block)) for block in range(config.blocks)), lm_head(names.lm_head(head)))

@@ -20,6 +20,7 @@ from actors.drafters.heads.files import HeadFiles, read_head
 from actors.drafters.heads.last_state import check_state_width, last_state_drafting, states_needed
 from actors.drafters.heads.projection import DecodedStates, decoded, draft_columns
 from actors.drafters.heads.rope import TargetShape, target_shape
+from actors.drafters.heads.weight_reader import place
 from actors.drafters.registry import DraftSetup
 from actors.models.decoder import ForwardOutput
 from cluster.config import DraftPool
@@ -170,7 +171,7 @@ def mlp_speculator_of(
 
     def placed(name: str, *shape: int) -> Tensor:
         used.add(name)
-        return files.tensor(name, shape).to(device, dtype).contiguous()
+        return place(files.folder, name, files.tensor(name, shape), dtype, device)
 
     @cache  # steps may share weights
     def embedding(one: int) -> Tensor:

@@ -15,6 +15,7 @@ from actors.compute.linear import Product, Projection
 from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
 from actors.drafters.heads.projection import DraftColumns, draft_columns
 from actors.models.decoder import WeightedNorm, norm_of
+from actors.models.weights import is_finite, not_finite
 from cluster.errors import ModelError
 
 TRAINING_PREFIXES = ("t2d", "verifier_")  # prefixes of tensors used only in training
@@ -43,6 +44,14 @@ def borrowed_tensors(names: Collection[str]) -> list[tuple[str, ...]]:
     return [group for name, group in BORROWABLE.items() if name not in names]
 
 
+def place(folder: Path, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Converts a tensor of the head in `folder`. Raises ModelError for NaN or infinite values."""
+    placed = tensor.to(device, dtype).contiguous()
+    if not placed.is_meta and not is_finite(placed):
+        raise not_finite(folder, [name], dtype)
+    return placed
+
+
 @dataclass(eq=False)
 class WeightReader:
     """Reads tensors and fused linear layers; a subclass assembles a family's weights."""
@@ -59,12 +68,12 @@ class WeightReader:
         return name in self.files.tensors
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Reads a tensor. Raises ModelError if it is missing or has the wrong shape."""
+        """Reads a tensor. Raises ModelError if it is missing, has the wrong shape or is not finite."""
         self.used.add(name)
-        return self.placed(self.files.tensor(name, shape))
+        return self.placed(name, self.files.tensor(name, shape))
 
-    def placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, self.dtype).contiguous()
+    def placed(self, name: str, tensor: Tensor) -> Tensor:
+        return place(self.files.folder, name, tensor, self.dtype, self.device)
 
     def norm(self, name: str, size: int | None = None) -> WeightedNorm:
         return norm_of(self.tensor(f"{name}.weight", size or self.config.hidden), self.config.eps)
@@ -86,7 +95,7 @@ class WeightReader:
         shape = (rows, self.config.hidden)
         if self.has(name):
             return self.tensor(name, *shape)
-        return self.placed(self.files.borrowed(self.target_folder, BORROWABLE[name], shape))
+        return self.placed(name, self.files.borrowed(self.target_folder, BORROWABLE[name], shape))
 
     def draft_columns(self, proposable: Collection[int] | None) -> DraftColumns:
         """Selects the columns of `proposable` tokens; None: all. `d2t` contains target id minus draft id."""

@@ -102,7 +102,7 @@ class DFlashReader(WeightReader):
                 f"{path} has the embedding of mask token {int(token)}, but the head's config.json has mask token"
                 f" {self.config.mask_token}; fetch both again"
             )
-        return self.placed(vector.flatten())
+        return self.placed(MASK_FILE, vector.flatten())
 
     def _layer(self, index: int) -> DFlashLayer:
         config = self.config

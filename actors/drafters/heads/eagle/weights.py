@@ -104,7 +104,7 @@ class EagleReader(WeightReader):
         width = self.config.needs.width
         if state.numel() != width:
             raise ModelError(f"mask_hidden in {self.files.folder} has {state.numel()} elements, expected {width}")
-        return self.placed(state.reshape(1, width))
+        return self.placed("mask_hidden", state.reshape(1, width))
 
     def _output_norm(self, is_eagle3: bool) -> Norm | None:
         name = "norm" if is_eagle3 else "lm_head_layernorm"

@@ -148,6 +148,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "no last norm": ("eagle3", {"change": without("norm.weight")}, r"no tensor norm\.weight"),
     "further tensor": ("eagle3", {"change": added("midlayer.self_attn.sinks", 4)}, "supported EAGLE head .*: .*sinks"),
+    "NaN": (
+        "eagle3",
+        {"change": lambda t: t | {"fc.weight": torch.full_like(t["fc.weight"], torch.nan)}},
+        r"NaN or infinite weights, read as float32: fc\.weight \(1\); fetch",
+    ),
     "d2t": ("eagle3", {"change": without("d2t")}, "proposes 48 of 96 tokens, but has no tensor d2t"),
     "another t2d": (
         "eagle3",

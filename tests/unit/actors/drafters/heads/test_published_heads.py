@@ -775,6 +775,27 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, name: str, change: 
         loaded(name, altered(tmp_path, name, change))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("medusa", "2.0.linear.bias"),
+        ("medusa", "1.1.weight"),
+        ("mlp_speculator", "speculator.emb.2.weight"),
+        ("dflash", "fc.weight"),
+        ("dflash_speculators", "lm_head.weight"),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, name: str, tensor: str, value: float) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        return tensors | {tensor: torch.full_like(tensors[tensor], value)}
+
+    with pytest.raises(
+        ModelError, match=rf"NaN or infinite weights, .* {tensor.removeprefix('speculator.')} .*; fetch"
+    ):
+        loaded(name, altered(tmp_path, name, change))
+
+
 def test_heads_that_predict_nothing_of_the_target_s_are_refused() -> None:
     with pytest.raises(ModelError, match="predicts none of the target's tokens"):
         loaded("medusa", proposable={100})
