@@ -7,11 +7,13 @@ imported, so a drafter without a model does not need torch. A method that reads 
     states_needed(draft: DraftPool, target: Path) -> StatesNeeded
     load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> StateProjection
 
-where `target` is the target's folder. `load_projection` is required only if `states_needed` sets `projected_width`. It
-runs in the target's process and loads only the projection.
+    check_head(draft: DraftPool, target: Path, tokens: Collection[int]) -> None
+
+where `target` is the target's folder. `check_head` is required only if `draft.model` is a head, `load_projection` only
+if `states_needed` sets `projected_width`. The latter runs in the target's process and loads only the projection.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import field
 from functools import partial
 from importlib import import_module
@@ -104,6 +106,14 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
         return None
     needed: StatesNeeded = _module(draft).states_needed(draft, target)
     return needed
+
+
+def check_head(draft: DraftPool, target: Path, tokens: Collection[int]) -> None:
+    """Reads the headers of the head in `draft.model` as its loader reads the tensors; proposes only `tokens`.
+
+    Raises ModelError if tensors are missing, misshapen or unused, or do not match the target in folder `target`.
+    """
+    _module(draft).check_head(draft, target, tokens)
 
 
 def states_format(draft: DraftPool, target: Path) -> StatesFormat | None:

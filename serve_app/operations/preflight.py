@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from actors.drafters.heads.files import PICKLES
-from actors.drafters.registry import check_shared_vocabulary, states_needed
+from actors.drafters.registry import check_head, check_shared_vocabulary, states_needed
 from actors.drafters.translation.pairing import Pairing, describe, pool_pairing
 from actors.models.checkpoint import (
     check_files,
@@ -159,6 +159,8 @@ def check_draft_model(
         local_folder(draft.model, with_weights=with_weights, more=PICKLES)
         if has_weights(draft.model, with_weights):
             states_needed(draft, target)
+            if has_weights(config.model.target, with_weights):  # the head may borrow tensors of the target
+                check_head(draft, target, vocabulary(target).keys())
         return None
     folder = local_folder(draft.model, with_weights=with_weights)
     pairing = pairing or pool_pairing(draft, [vocabulary(target)], with_weights=False)

@@ -8,7 +8,6 @@ target. The facts can be displayed, serialized, and compared with a target.
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +18,7 @@ from actors.drafters.heads.dflash.weights import ALIASES as DFLASH_ALIASES
 from actors.drafters.heads.eagle.config import ALIASES as EAGLE_ALIASES
 from actors.drafters.heads.eagle.config import SECTION, EagleConfig, canonical, overrides_of, resolve
 from actors.drafters.heads.eagle.mtp import layout_in, module_files, resolve_mtp
-from actors.drafters.heads.files import EMBEDDING, HeadFiles, read_head
+from actors.drafters.heads.files import EMBEDDING, HeadFiles
 from actors.drafters.heads.medusa import MedusaConfig, resolve_medusa, without_base_model
 from actors.drafters.heads.medusa import borrowed_tensors_of as borrowed_by_medusa
 from actors.drafters.heads.mlp_speculator import ALIASES as MLP_ALIASES
@@ -28,8 +27,6 @@ from actors.drafters.heads.rope import DEFAULT_BASE, TargetShape, rope_of, targe
 from actors.drafters.model.forwards import MASK_KEYS
 from cluster.config import DraftPool
 from protos.messages import StateDtype, StatesFormat, StatesNeeded
-
-ID_TABLES = ("d2t", "t2d", "token_map")  # small tables of token ids, needed to describe a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +37,6 @@ class StoredSize:
     bytes: int
 
 
-def read_headers(folder: Path) -> HeadFiles:
-    """Reads a folder like `read_head`, but onto device `meta`; only tables of token ids keep their values.
-
-    Raises ModelError if the folder contains no checkpoint.
-    """
-    files = read_head(folder)  # maps files into memory without reading weights
-    tensors = {name: tensor if _is_id_table(name) else tensor.to("meta") for name, tensor in files.tensors.items()}
-    return replace(files, tensors=tensors)
-
-
 def stored_size(tensors: Mapping[str, Tensor]) -> StoredSize:
     """Returns the total size; id tables and masks add bytes but no parameters."""
     numbers = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
@@ -57,10 +44,6 @@ def stored_size(tensors: Mapping[str, Tensor]) -> StoredSize:
         parameters=sum(tensor.numel() for tensor in numbers),
         bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
     )
-
-
-def _is_id_table(name: str) -> bool:
-    return name.rpartition(".")[2] in ID_TABLES
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from actors.drafters.heads.dflash.config import DFlashConfig
 from actors.drafters.heads.dflash.weights import DFlashReader
 from actors.drafters.heads.eagle.mtp import layout_in, module_count
 from actors.drafters.heads.eagle.weights import EagleReader
-from actors.drafters.heads.files import EMBEDDING, HEAD, HeadFiles
+from actors.drafters.heads.files import EMBEDDING, HEAD, ID_TABLES, META, HeadFiles, read_headers
 from actors.drafters.heads.medusa import MedusaConfig, medusa_of
 from actors.drafters.heads.mlp_speculator import MlpSpeculatorConfig, mlp_speculator_of
 from actors.drafters.heads.rope import TargetShape, target_shape
@@ -34,7 +34,6 @@ from cluster.config_sections import MODEL_METHODS, STATE_READERS, HeadOptions, L
 from cluster.errors import ConfigError, ModelError
 from tools.drafts.headers import (
     CAUSAL,
-    ID_TABLES,
     LAYER_SKIP,
     WITH_MTP,
     DraftFacts,
@@ -47,13 +46,11 @@ from tools.drafts.headers import (
     causal_facts,
     head_facts,
     layout_of,
-    read_headers,
     resolved,
     stored_size,
 )
 
 NO_FOLDER = Path()  # placeholder for the target's folder; never read
-META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

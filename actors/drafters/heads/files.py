@@ -30,8 +30,10 @@ EMBEDDING = (
     "transformer.wte.weight",
 )
 HEAD = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING)  # a tied head is stored as the embedding
+ID_TABLES = ("d2t", "t2d", "token_map")  # small tables of token ids, needed to describe a head
 BORROWED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # others need scales
 QUANTIZATION = "quantization_config"
+META = torch.device("meta")  # of tensors without values
 TIED = "tie_word_embeddings"
 
 Aliases = Sequence[tuple[str, str]]
@@ -113,6 +115,19 @@ def read_head(folder: Path) -> HeadFiles:
     if not tensors:
         raise ModelError(f"{folder} holds no tensors; expected *.safetensors or {', '.join(PICKLES)}")
     return HeadFiles(folder, config, tensors)
+
+
+def read_headers(folder: Path) -> HeadFiles:
+    """Reads a folder like `read_head`, but onto device `meta`; only tables of token ids keep their values.
+
+    Raises ModelError if the folder contains no checkpoint.
+    """
+    files = read_head(folder)  # maps files into memory without reading weights
+    tensors = {
+        name: tensor if name.rpartition(".")[2] in ID_TABLES else tensor.to(META)
+        for name, tensor in files.tensors.items()
+    }
+    return replace(files, tensors=tensors)
 
 
 def head_folder(draft: DraftPool) -> Path:

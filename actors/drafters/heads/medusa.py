@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.compute.linear import Product, Projection, projection
-from actors.drafters.heads.files import HEAD, QUANTIZATION, HeadFiles, head_folder, read_head
+from actors.compute.linear import PlainProjection, Product, Projection, projection
+from actors.drafters.heads.files import HEAD, META, QUANTIZATION, HeadFiles, head_folder, read_head, read_headers
 from actors.drafters.heads.last_state import check_state_width, last_state_drafting, states_needed
 from actors.drafters.heads.projection import DecodedStates, decoded, draft_columns
 from actors.drafters.heads.rope import TargetShape, target_shape
@@ -28,7 +28,7 @@ from cluster.config import DraftPool
 from cluster.errors import ModelError
 from protos.messages import StatesNeeded
 
-__all__ = ["create", "states_needed"]  # looked up by the registry
+__all__ = ["check_head", "create", "states_needed"]  # looked up by the registry
 
 MERGED = "medusa_head."
 PREFIXES = (MERGED, "medusa_heads.")
@@ -104,6 +104,13 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Creates the method. Raises ModelError if the heads in `draft.model` do not match the target."""
     borrowed = borrowed_tensors_of(without_base_model(read_head(head_folder(draft))))
     return decoded(last_state_drafting(load_medusa, draft, setup, draft.medusa, borrowed), setup)
+
+
+def check_head(draft: DraftPool, target: Path, tokens: Collection[int]) -> None:
+    """Reads the heads' headers as their loader reads the tensors. Raises ModelError if they do not match the target."""
+    files = without_base_model(read_headers(head_folder(draft)))
+    config = resolve_medusa(files, target_shape(target))
+    medusa_of(files, config, target, torch.float32, META, tokens, PlainProjection)
 
 
 def borrowed_tensors_of(files: HeadFiles) -> list[tuple[str, ...]]:

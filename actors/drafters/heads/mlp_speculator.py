@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.compute.linear import Product, Projection, projection
-from actors.drafters.heads.files import HeadFiles, read_head
+from actors.compute.linear import PlainProjection, Product, Projection, projection
+from actors.drafters.heads.files import META, HeadFiles, head_folder, read_head, read_headers
 from actors.drafters.heads.last_state import check_state_width, last_state_drafting, states_needed
 from actors.drafters.heads.projection import DecodedStates, decoded, draft_columns
 from actors.drafters.heads.rope import TargetShape, target_shape
@@ -27,7 +27,7 @@ from cluster.config import DraftPool
 from cluster.errors import ModelError
 from protos.messages import StatesNeeded
 
-__all__ = ["create", "states_needed"]  # looked up by the registry
+__all__ = ["check_head", "create", "states_needed"]  # looked up by the registry
 
 EPS = 1e-6  # epsilon of the norms
 ALIASES = ((r"speculator\.", ""),)
@@ -133,6 +133,13 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
     """Creates the method. Raises ModelError if the speculator in `draft.model` does not match the target."""
     options = draft.mlp_speculator
     return decoded(last_state_drafting(load_mlp_speculator, draft, setup, options), setup)
+
+
+def check_head(draft: DraftPool, target: Path, tokens: Collection[int]) -> None:
+    """Reads the head's headers as its loader reads the tensors. Raises ModelError if they do not match the target."""
+    files = read_headers(head_folder(draft)).renamed(ALIASES)
+    config = resolve_mlp_speculator(files, target_shape(target))
+    mlp_speculator_of(files, config, torch.float32, META, tokens, PlainProjection)
 
 
 def load_mlp_speculator(

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actors.compute.linear import Product, projection
+from actors.compute.linear import PlainProjection, Product, projection
 from actors.drafters.heads.dflash.config import DFlashConfig, DFlashLayerKind, resolve_dflash
 from actors.drafters.heads.dflash.weights import ALIASES, DFlashLayer, DFlashReader, DFlashWeights
-from actors.drafters.heads.files import HeadFiles, folder_to_borrow_from, head_folder, read_head
+from actors.drafters.heads.files import META, HeadFiles, folder_to_borrow_from, head_folder, read_head, read_headers
 from actors.drafters.heads.head_drafter import HeadDrafter, PredictedDraft, fill_positions
 from actors.drafters.heads.projection import DecodedStates, RowProjection, decoded
 from actors.drafters.heads.rope import rotary_of, target_shape
@@ -309,6 +309,13 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
     """Returns the hidden states that the head in `draft.model` reads."""
     files = _files(draft)
     return resolve_dflash(files, target_shape(target)).needs
+
+
+def check_head(draft: DraftPool, target: Path, tokens: Collection[int]) -> None:
+    """Reads the head's headers as its loader reads the tensors. Raises ModelError if they do not match the target."""
+    files = read_headers(head_folder(draft)).renamed(ALIASES)
+    config = resolve_dflash(files, target_shape(target))
+    DFlashReader(files, target, config, torch.float32, META, PlainProjection).weights(tokens)
 
 
 def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from actors.attention import AttentionBackend
 from actors.attention.sdpa_gather import SdpaGather
 from actors.compute.kv_cache import InputRow
-from actors.compute.linear import projection
+from actors.compute.linear import PlainProjection, projection
 from actors.drafters.heads.eagle.config import (
     GUESSED_STATES,
     EagleConfig,
@@ -22,7 +22,7 @@ from actors.drafters.heads.eagle.config import (
 )
 from actors.drafters.heads.eagle.loading import EagleHead, EagleRunner, attention_shape_of, head_of
 from actors.drafters.heads.eagle.weights import EagleReader
-from actors.drafters.heads.files import HeadFiles, folder_to_borrow_from, head_folder, read_head
+from actors.drafters.heads.files import META, HeadFiles, folder_to_borrow_from, head_folder, read_head, read_headers
 from actors.drafters.heads.projection import DecodedStates, RowProjection, decoded
 from actors.drafters.heads.rope import target_shape
 from actors.drafters.heads.weight_reader import borrowed_tensors
@@ -51,6 +51,13 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
     """Returns the hidden states that the head in `draft.model` reads."""
     _, config = _read(draft, target)
     return config.needs
+
+
+def check_head(draft: DraftPool, target: Path, tokens: Collection[int]) -> None:
+    """Reads the head's headers as its loader reads the tensors. Raises ModelError if they do not match the target."""
+    files = canonical(read_headers(head_folder(draft)))
+    config = resolve(files, target_shape(target), overrides_of(draft.eagle))
+    EagleReader(files, target, config, torch.float32, META, PlainProjection).weights(tokens)
 
 
 def load_projection(draft: DraftPool, target: Path, dtype: str, device: torch.device) -> RowProjection:

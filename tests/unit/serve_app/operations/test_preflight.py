@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.config import SlipstreamConfig, validated
@@ -60,6 +62,19 @@ def test_a_rope_base_that_would_be_replaced_is_refused_for_every_engine(folder: 
     edit_config(**rope, rope_theta=None, rope_scaling={"rope_type": "yarn", "factor": 4.0})(folder)
     with pytest.raises(ModelError, match="move rope_scaling's keys into rope_parameters"):
         check_models(config(folder, engine=engine), with_weights=False)
+
+
+def test_the_tensors_of_a_head_are_checked(folder: Path, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text("{}")
+    tensors = {"0.0.linear.weight": torch.zeros(32, 32), "0.1.weight": torch.zeros(259, 32)}
+    save_file(tensors, head / "model.safetensors")
+    one = config(folder, {"method": "medusa", "model": str(head)})
+    assert f"draft: medusa, head in {head}" in check_models(one, with_weights=False)
+    save_file(tensors | {"0.0.linear.scale": torch.ones(1)}, head / "model.safetensors")
+    with pytest.raises(ModelError, match=r"no supported Medusa head uses: 0\.0\.linear\.scale"):
+        check_models(one, with_weights=False)
 
 
 def test_tensor_parallelism_and_quantization_are_left_to_vllm(folder: Path) -> None:

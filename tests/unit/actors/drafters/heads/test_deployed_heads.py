@@ -22,7 +22,15 @@ from actors.drafters.heads.mlp_speculator import load_mlp_speculator
 from actors.drafters.lookup.hybrid import hybrid
 from actors.drafters.lookup.ngram import NgramDraft
 from actors.drafters.products import choose_products
-from actors.drafters.registry import MODULES, capture_spec, create_method, state_bounds, states_format, states_needed
+from actors.drafters.registry import (
+    MODULES,
+    capture_spec,
+    check_head,
+    create_method,
+    state_bounds,
+    states_format,
+    states_needed,
+)
 from actors.engine import memory
 from actors.engine.memory import state_bytes
 from cluster.config import DraftPool, validated
@@ -56,6 +64,7 @@ from tests.unit.actors.drafters.heads.eagle_fixtures import (
 )
 from tests.unit.actors.drafters.heads.eagle_restated import RestatedEagle, Variant
 
+CHECKED = {"medusa": "1.1.weight", "mlp_speculator": "speculator.ln.2.bias", "dflash": "norm.weight", "eagle": "d2t"}
 FIXTURES = {"medusa": "medusa", "mlp_speculator": "mlp_speculator", "dflash": "dflash", "eagle": "eagle3"}
 
 
@@ -417,3 +426,14 @@ def test_a_head_that_cannot_replace_the_one_in_use_is_refused(
     method = deployed_method(name, checkpoint(FIXTURES[name]))
     with pytest.raises(ModelError, match=why):
         method.prepare_weights(altered(tmp_path, FIXTURES[name], change))
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_heads_are_checked_by_their_headers(tmp_path: Path, method: str) -> None:
+    check_head(a_draft(method, checkpoint(FIXTURES[method])), TARGET, ALL_TOKENS)
+    for name, change in (("missing", without(CHECKED[method])), ("more", lambda t: t | {"gate": torch.ones(1)})):
+        folder = tmp_path / name
+        folder.mkdir()
+        draft = a_draft(method, altered(folder, FIXTURES[method], change))
+        with pytest.raises(ModelError):
+            check_head(draft, TARGET, ALL_TOKENS)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actors.drafters.heads.dflash.drafting import load_dflash
 from actors.drafters.heads.eagle.config import canonical, overrides_of, resolve
-from actors.drafters.heads.files import read_head
+from actors.drafters.heads.files import read_head, read_headers
 from actors.drafters.heads.medusa import load_medusa
 from actors.drafters.heads.mlp_speculator import load_mlp_speculator
 from actors.drafters.heads.rope import target_shape
@@ -31,7 +31,6 @@ from tools.drafts.headers import (
     causal_facts,
     conventions_of,
     layout_of,
-    read_headers,
 )
 from tools.drafts.inspection import inspect_draft
 

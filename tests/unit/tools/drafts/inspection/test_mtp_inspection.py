@@ -7,6 +7,7 @@ import torch
 import yaml
 
 from actors.drafters.heads.eagle.mtp import load_mtp
+from actors.drafters.heads.files import read_headers
 from cluster.config import validated
 from cluster.errors import ModelError
 from tests.unit.actors.drafters.heads.eagle_fixtures import CPU, TARGET
@@ -21,7 +22,7 @@ from tests.unit.actors.drafters.heads.mtp_fixtures import (
     qwen,
     target_with,
 )
-from tools.drafts.headers import CAUSAL, WITH_MTP, layout_of, read_headers
+from tools.drafts.headers import CAUSAL, WITH_MTP, layout_of
 from tools.drafts.inspection import inspect_draft
 
 
