@@ -28,8 +28,15 @@ EMBEDDING = (
     "language_model.model.embed_tokens.weight",
     "model.decoder.embed_tokens.weight",
     "transformer.wte.weight",
+    "transformer.word_embeddings.weight",
+    "gpt_neox.embed_in.weight",
 )
-HEAD = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING)  # a tied head is stored as the embedding
+HEAD = (
+    "lm_head.weight",
+    "language_model.lm_head.weight",
+    "embed_out.weight",
+    *EMBEDDING,
+)  # a tied head is stored as the embedding
 ID_TABLES = ("d2t", "t2d", "token_map")  # small tables of token ids, needed to describe a head
 BORROWED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # others need scales
 QUANTIZATION = "quantization_config"
@@ -67,16 +74,24 @@ class HeadFiles:
         if found is None and default is not None:
             return default
         if not isinstance(found, int) or found < 1:
-            raise ModelError(f"{key} in the {CONFIG} of {self.folder} is {found!r}, expected a positive whole number")
+            raise ModelError(
+                f"{key} in the {CONFIG} of {self.folder} is {found!r}, expected a positive whole number; correct it, or"
+                " fetch the head again"
+            )
         return found
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """Returns a tensor. Raises ModelError if it is missing or has the wrong shape."""
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise ModelError(f"{self.folder} holds no tensor {name}; it holds {_listed(self.tensors)}")
+            raise ModelError(
+                f"{self.folder} holds no tensor {name}, only {_listed(self.tensors)}; fetch or convert the head again"
+            )
         if shape is not None and tuple(tensor.shape) != shape:
-            raise ModelError(f"{name} in {self.folder} has shape {tuple(tensor.shape)}, expected {shape}")
+            raise ModelError(
+                f"{name} in {self.folder} has shape {tuple(tensor.shape)}, expected {shape}; correct the sizes in"
+                f" {CONFIG}, or use a head made for this target"
+            )
         return tensor
 
     def borrowed(self, target_folder: Path, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
@@ -85,7 +100,7 @@ class HeadFiles:
         if tuple(found.shape) != shape:
             raise ModelError(
                 f"{self.folder} borrows {names[0]} of {target_folder}, which has shape {tuple(found.shape)}, expected"
-                f" {shape}"
+                f" {shape}; use a head made for this target"
             )
         return found
 
@@ -113,7 +128,9 @@ def read_head(folder: Path) -> HeadFiles:
     config = read_json(folder / CONFIG)
     tensors = _read_safetensors(folder) or _read_pickles(folder)
     if not tensors:
-        raise ModelError(f"{folder} holds no tensors; expected *.safetensors or {', '.join(PICKLES)}")
+        raise ModelError(
+            f"{folder} holds no tensors, expected *.safetensors or {', '.join(PICKLES)}; fetch the head again"
+        )
     return HeadFiles(folder, config, tensors)
 
 
@@ -146,7 +163,8 @@ def target_tensor(target_folder: Path, names: Sequence[str]) -> Tensor:
     name = next((name for name in names if name in stored), None)
     if name is None:
         raise ModelError(
-            f"the head borrows a tensor of the target, but {target_folder} holds none of {', '.join(names)}"
+            f"the head borrows a tensor of the target, but {target_folder} holds none of {', '.join(names)};"
+            " use a head with its own"
         )
     if names == HEAD and name in EMBEDDING and not _ties_head(target_folder):
         raise ModelError(

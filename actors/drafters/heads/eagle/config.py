@@ -138,7 +138,8 @@ def layer_count(files: HeadFiles) -> int:
     numbers = {int(name.split(".")[1]) for name in files.tensors if name.startswith("layers.")}
     if not numbers or numbers != set(range(len(numbers))):
         raise ModelError(
-            f"{files.folder} is no EAGLE head: it has the decoder layers {sorted(numbers)}, expected 0, ..."
+            f"{files.folder} is no EAGLE head: it has the decoder layers {sorted(numbers)}, expected 0, ...; use the"
+            " draft.method of this head, or fetch it again"
         )
     return len(numbers)
 
@@ -327,7 +328,7 @@ def _kind(files: HeadFiles, hidden: int) -> EagleKind:
         return EagleKind.EAGLE
     raise ModelError(
         f"{files.folder} is no EAGLE head: {FIRST_QUERIES} has {width} inputs, expected {hidden} and a tensor fc.weight"
-        f" (EAGLE-1/2) or {2 * hidden} (EAGLE-3)"
+        f" (EAGLE-1/2) or {2 * hidden} (EAGLE-3); use another head"
     )
 
 
@@ -339,7 +340,10 @@ def _check_target(files: HeadFiles, body: Mapping[str, Any], target: TargetShape
         )
     stated = body.get("target_hidden_size")
     if stated is not None and stated != target.hidden:
-        raise ModelError(f"{files.folder} was made for a hidden size of {stated}, but the target has {target.hidden}")
+        raise ModelError(
+            f"{files.folder} was made for a hidden size of {stated}, but the target has {target.hidden}; use a"
+            " head made for this target"
+        )
 
 
 def _check_layers(files: HeadFiles, body: Mapping[str, Any]) -> None:
@@ -351,12 +355,17 @@ def _check_layers(files: HeadFiles, body: Mapping[str, Any]) -> None:
         )
     sliding = set(body.get("layer_types") or ()) - {"full_attention"}
     if sliding:
-        raise ModelError(f"{files.folder} has layers of {', '.join(sorted(sliding))}; only full_attention is supported")
+        raise ModelError(
+            f"{files.folder} has layers of {', '.join(sorted(sliding))}, but only full_attention is supported; use"
+            " another head"
+        )
     for key, name in BIASES.items():
         if body.get(key) and name not in files.tensors:
             raise ModelError(f"{files.folder} has {key}, but no tensor {name}; fetch the head again")
     if body.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{files.folder} has the activation {body['hidden_act']}; only silu is supported")
+        raise ModelError(
+            f"{files.folder} has the activation {body['hidden_act']}, but only silu is supported; use another head"
+        )
 
 
 def _needs(
@@ -367,14 +376,14 @@ def _needs(
         if target.hidden != hidden:
             raise ModelError(
                 f"{files.folder} reads final states of {hidden} elements, but the target's hidden size is"
-                f" {target.hidden}"
+                f" {target.hidden}; use a head made for this target"
             )
         return StatesNeeded((target.layers,), target.hidden)
     width = linear_width(files, "fc")
     if width % target.hidden:
         raise ModelError(
             f"fc.weight in {files.folder} has {width} inputs, not a multiple of the target's hidden size,"
-            f" {target.hidden}"
+            f" {target.hidden}; use a head made for this target"
         )
     count = width // target.hidden
     if overrides.states is not None:
@@ -387,7 +396,9 @@ def _columns(files: HeadFiles, vocabulary: int) -> int:
     """Returns the size of the draft vocabulary."""
     columns = files.config.get("draft_vocab_size") or vocabulary
     if not isinstance(columns, int) or not 0 < columns <= vocabulary:
-        raise ModelError(f"draft_vocab_size of {files.folder} is {columns!r}, expected 1 to {vocabulary}")
+        raise ModelError(
+            f"draft_vocab_size of {files.folder} is {columns!r}, expected 1 to {vocabulary}; correct its config.json"
+        )
     if columns < vocabulary and "d2t" not in files.tensors:
         raise ModelError(
             f"{files.folder} proposes {columns} of {vocabulary} tokens, but has no tensor d2t; fetch it again"
@@ -439,7 +450,8 @@ def _mask_token(files: HeadFiles, body: Mapping[str, Any], vocabulary: int) -> i
     if not isinstance(token, int) or not 0 <= token < vocabulary:
         keys = ", ".join(MASK_KEYS)
         raise ModelError(
-            f"the mask token of {files.folder} is {token!r} by {keys}, expected an id from 0 to {vocabulary - 1}"
+            f"the mask token of {files.folder} is {token!r} by {keys}, expected an id from 0 to {vocabulary - 1};"
+            " correct its config.json"
         )
     return token
 

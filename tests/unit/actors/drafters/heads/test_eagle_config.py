@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "attention_bias": ("eagle3", {"attention_bias": True}, "attention_bias, but no tensor"),
     "fc bias": ("eagle1", {"bias": True}, "bias, but no tensor fc.bias"),
-    "activation": ("eagle3", {"hidden_act": "gelu"}, "the activation gelu; only silu"),
+    "activation": ("eagle3", {"hidden_act": "gelu"}, "the activation gelu, but only silu"),
     "sliding window": ("eagle3", {"layer_types": ["sliding_attention"]}, "layers of sliding_attention"),
     "quantized": ("eagle3", {"quantization_config": {"quant_method": "fp8"}}, "is a quantized draft head"),
     "rope": (

@@ -96,7 +96,7 @@ def test_names_are_replaced_by_the_first_alias_that_fits():
 
 def test_a_missing_or_misshapen_tensor_is_refused():
     files = HeadFiles(Path("head"), {}, {"a": WEIGHT})
-    with pytest.raises(ModelError, match="head holds no tensor b; it holds a"):
+    with pytest.raises(ModelError, match="head holds no tensor b, only a; fetch or convert the head again"):
         files.tensor("b")
     with pytest.raises(ModelError, match=r"a in head has shape \(2, 3\), expected \(3, 2\)"):
         files.tensor("a", (3, 2))
@@ -109,6 +109,20 @@ def test_the_first_existing_tensor_name_of_the_target_is_read(tmp_path):
     assert torch.equal(target_tensor(tmp_path, HEAD), WEIGHT), "the head is tied"
     with pytest.raises(ModelError, match=r"holds none of lm_head\.bias"):
         target_tensor(tmp_path, ["lm_head.bias"])
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("gpt_neox.embed_in.weight", EMBEDDING),
+        ("embed_out.weight", HEAD),
+        ("transformer.word_embeddings.weight", EMBEDDING),
+    ],
+)
+def test_names_of_other_architectures_are_borrowed(tmp_path, name, names):
+    a_folder(tmp_path, {"model_type": "gpt_neox", "tie_word_embeddings": False})
+    save_file({name: WEIGHT}, tmp_path / "model.safetensors")
+    assert torch.equal(target_tensor(tmp_path, names), WEIGHT)
 
 
 def test_a_quantized_lm_head_is_not_borrowed(tmp_path):
