@@ -140,11 +140,12 @@ class Need:
 
     replicas: float
     why: str
+    reserve: float = RESERVE_SHARE  # margin above `replicas` when the pool shrinks
 
     def size(self, present: int) -> int:
         """Returns the needed size; shrinks below `present` only with a margin."""
         enough = math.ceil(self.replicas)
-        return enough if enough > present else min(present, math.ceil(self.replicas * (1 + RESERVE_SHARE)))
+        return enough if enough > present else min(present, math.ceil(self.replicas * (1 + self.reserve)))
 
 
 def target_need(reports: Sequence[TargetReport], scaling: TargetScaling, present: int) -> Need | None:
@@ -192,7 +193,7 @@ def fixed_ratio_need(targets: int | None, per_target: float) -> Need | None:
     """
     if targets is None:
         return None
-    return Need(per_target * targets, f"{per_target:g} for each of {targets} target replicas")
+    return Need(per_target * targets, f"{per_target:g} for each of {targets} target replicas", reserve=0.0)
 
 
 def _largest(*needs: Need) -> Need:

@@ -179,6 +179,11 @@ class DraftReplicas(Replicas):
     def _one_rule(self) -> Self:
         if self.per_target is not None and self.sessions_per_replica is not None:
             raise ValueError("per_target and sessions_per_replica are mutually exclusive; remove one")
+        if self.per_target is not None and self.min == self.max:
+            raise ValueError(
+                f"per_target is {self.per_target:g}, but min and max fix the pool at {self.max}; raise"
+                " draft.replicas.max, or remove per_target"
+            )
         return self
 
 

@@ -263,9 +263,10 @@ def test_the_draft_pool_may_be_empty_and_the_target_pool_may_not() -> None:
             "is 8, expected at most max_sessions \\(4\\)",
         ),
         ({"replicas": {"per_target": 2, "sessions_per_replica": 8}}, "mutually exclusive"),
+        ({"replicas": {"per_target": 2}}, "per_target is 2, but min and max fix the pool at 1; raise"),
         ({"replicas": {"min": 2, "max": 1}}, "max is 1, expected at least min \\(2\\)"),
     ],
-    ids=["more than there are places", "coupled and by need", "bounds"],
+    ids=["more than there are places", "coupled and by need", "coupled and fixed", "bounds"],
 )
 def test_an_invalid_scaling_is_refused(draft: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):

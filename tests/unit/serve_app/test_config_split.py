@@ -68,7 +68,7 @@ def named(given: object) -> str:
         ({"draft": {"replicas": {"min": 0, "max": 4}}}, NOBODY, NOBODY),
         ({"target": {"replicas": {"min": 2, "max": 4}}}, NOBODY, NOBODY),
         ({"draft": {"replicas": {"down_delay_s": 60}}}, NOBODY, {"Target"}),
-        ({"draft": {"replicas": {"per_target": 2}}}, NOBODY, {"Target"}),
+        ({"draft": {"replicas": {"max": 4, "per_target": 2}}}, NOBODY, {"Target"}),
         ({"target": {"replicas": {"up_delay_s": 1, "sessions_per_replica": 6}}}, NOBODY, {"Target"}),
         ({"target": {"replicas": {"first_token_s": 1}}}, NOBODY, {"Target"}),
         ({"server": {"routers": 3}}, NOBODY, NOBODY),

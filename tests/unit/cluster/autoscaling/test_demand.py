@@ -96,7 +96,7 @@ def test_a_pool_without_reports_has_no_need() -> None:
 
 
 def test_a_coupled_pool_needs_the_size_of_the_other() -> None:
-    assert fixed_ratio_need(3, 0.5) == Need(1.5, "0.5 for each of 3 target replicas")
+    assert fixed_ratio_need(3, 0.5) == Need(1.5, "0.5 for each of 3 target replicas", reserve=0.0)
 
 
 @pytest.mark.parametrize(

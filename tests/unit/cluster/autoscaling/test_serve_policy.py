@@ -83,6 +83,21 @@ def test_a_coupled_draft_pool_follows_the_new_target_size() -> None:
     assert PoolsPolicy()(seen)[0] == {"T": 3, "D": 6}
 
 
+@pytest.mark.parametrize(("ratio", "before", "after"), [(1.0, 4, 1), (2.0, 8, 2), (0.5, 2, 1)])
+def test_a_coupled_draft_pool_keeps_its_ratio_when_targets_shrink(ratio: float, before: int, after: int) -> None:
+    coupled = DraftScaling(sessions_per_replica=32, per_target=ratio, **AT_ONCE)
+    idle = targets(TargetReport(), drafts=coupled, size=4)
+    seen = {"T": idle, "D": drafters(DraftReport(), size=before, bounds=(0, 16))}
+    sizes: dict[Any, int] = {}
+    for now in (0.0, 1.0):  # the pools still need their sizes until the first decision
+        for pool in seen.values():
+            pool.current_time = now
+        sizes, states = PoolsPolicy()(seen)
+        for name, pool in seen.items():
+            pool.policy_state, pool.target_num_replicas = states[name], sizes[name]
+    assert sizes == {"T": 1, "D": after}
+
+
 def test_the_policy_state_round_trips() -> None:
     slow = TargetScaling(sessions_per_replica=8, max_sessions=16, first_token_s=2.0, up_delay_s=10, down_delay_s=300)
     policy = PoolsPolicy()
