@@ -110,7 +110,7 @@ def render(
 
     config = load_config(config_path, overrides or (), os.environ)
     folder = out or config_path.parent
-    names = render_into(config, config_path.name, folder)
+    names = render_into(config, config_path, folder)
     typer.echo(f"{', '.join(names)} are in {folder}")
 
 
@@ -120,14 +120,17 @@ LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 TOKEN_FILE = re.compile(r"/(?:[^/]+/)+[^/]+")  # not in /, since the mounted secret hides the folder's other files
 
 
-def render_into(config: SlipstreamConfig, source: str, folder: Path) -> tuple[str, ...]:
+def render_into(config: SlipstreamConfig, source: Path, folder: Path) -> tuple[str, ...]:
     """Writes the manifests of `config` to `folder` and returns the file names.
 
     An overlay of the repository refers to its base and components. Any other folder receives copies of the required
-    parts from the installed package. `source` names the configuration in each file's first line.
+    parts from the installed package. `source` is the configuration's file, named in each file's first line. Raises
+    ConfigError if a file would replace it.
     """
     is_overlay = (folder / OVERLAYS / "base" / "kustomization.yaml").is_file()
-    texts = rendered(config, source, OVERLAYS if is_overlay else SELF_CONTAINED)
+    texts = rendered(config, source.name, OVERLAYS if is_overlay else SELF_CONTAINED)
+    if any((folder / name).resolve() == source.resolve() for name in texts):
+        raise ConfigError(f"{source} would be overwritten by the manifest {source.name}; rename it, or set --out")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -287,6 +287,18 @@ def test_the_command_writes_next_to_the_configuration(tmp_path: Path) -> None:
     assert "slipstream k8s render mine.yaml" in (folder / "rayservice.yaml").read_text()
 
 
+@pytest.mark.parametrize("name", ["models.yaml", "rayservice.yaml", "kustomization.yaml"])
+def test_a_configuration_is_not_overwritten_by_a_manifest(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_text(yaml.safe_dump(PLAIN))
+    result = CliRunner().invoke(app, ["k8s", "render", str(file)])
+    assert isinstance(result.exception, ConfigError)
+    assert "rename it, or set --out" in str(result.exception)
+    assert yaml.safe_load(file.read_text()) == PLAIN
+    assert not (tmp_path / "base").exists()
+    assert CliRunner().invoke(app, ["k8s", "render", str(file), "--out", str(tmp_path / "out")]).exit_code == 0
+
+
 def test_outside_the_repository_the_folder_is_self_contained(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(PLAIN))
