@@ -46,6 +46,8 @@ def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> N
     own = {f"{name}.{resources_key(pool)}": resources_of(pool) for name, pool in pools(config).items()}
     sections = own | _trainers(config)
     needed = demand(config, lambda replicas: replicas.min)
+    if "GPU" in needed:
+        needed["GPU"] = gpus_needed(_gpu_shares(config))
     missing = [
         f"{amount:g} {name} (available: {offered.get(name, 0):g})"
         for name, amount in needed.items()
@@ -55,6 +57,34 @@ def check_resources(config: SlipstreamConfig, offered: Mapping[str, float]) -> N
         raise ConfigError(f"{' and '.join(sections)} need {', '.join(missing)}; {fix}")
     if any(resources.labels for resources in sections.values()):
         raise ConfigError(f"resources.labels: a local cluster has no labels; {fix}")
+
+
+def _gpu_shares(config: SlipstreamConfig) -> list[float]:
+    """Returns the GPUs of each process, with all pools at their minimum size."""
+    shares = [resources.num_gpus for resources in _trainers(config).values()]
+    for pool in pools(config).values():
+        shares += [resources_of(pool).num_gpus] * (_processes(pool) * pool.replicas.min)
+    return shares
+
+
+def _processes(pool: TargetPool | DraftPool) -> int:
+    """Returns the number of a replica's processes that use GPUs."""
+    return 1 if isinstance(pool, DraftPool) else pool.tensor_parallel
+
+
+def gpus_needed(shares: Sequence[float]) -> float:
+    """Returns a lower bound on the GPUs for processes with these shares; a share below 1 must fit on one GPU.
+
+    For any smallest share, a GPU holds at most `floor(1 / smallest)` of them, and a larger share counts as
+    `floor(share / smallest)`. Such a bound never exceeds the optimal packing.
+    """
+    whole = [share for share in shares if share >= 1]
+    parts = [share for share in shares if 0 < share < 1]
+    by_smallest = [
+        sum(math.floor(share / smallest + SLACK) for share in parts) / math.floor(1 / smallest + SLACK)
+        for smallest in set(parts)
+    ]
+    return sum(whole) + max(sum(parts), *by_smallest, 0.0)
 
 
 LOOPBACK = "127.0.0.1"
@@ -108,10 +138,20 @@ class ReplicaNeed:
     resources: Mapping[str, float]
     labels: Mapping[str, str]
     replicas: int  # number of replicas that must fit together
+    processes: int = 1  # number of a replica's processes, which divide its GPUs equally
+
+    @property
+    def gpu_shares(self) -> list[float]:
+        """GPUs of each process of one replica."""
+        return [self.resources.get("GPU", 0.0) / self.processes] * self.processes
 
     def fits(self, node: Node) -> bool:
         """Returns whether the node can hold one replica."""
-        return matches_selector(node.labels, self.labels) and copies_that_fit(node.resources, self.resources) > 0
+        return matches_selector(node.labels, self.labels) and self.copies_on(node) > 0
+
+    def copies_on(self, node: Node) -> int:
+        """Returns the number of replicas that fit on the node, regardless of labels."""
+        return copies_that_fit(node.resources, self.resources, self.processes)
 
 
 def needs(config: SlipstreamConfig) -> tuple[ReplicaNeed, ...]:
@@ -131,7 +171,7 @@ def _pool_need(section: str, pool: TargetPool | DraftPool) -> ReplicaNeed:
     what = A_DRAFTER if isinstance(pool, DraftPool) else A_TARGET
     section = f"{section}.{resources_key(pool)}"
     least = max(pool.replicas.min, 1)
-    return ReplicaNeed(what, section, replica_resources(pool), resources_of(pool).labels, least)
+    return ReplicaNeed(what, section, replica_resources(pool), resources_of(pool).labels, least, _processes(pool))
 
 
 def matches_selector(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
@@ -147,9 +187,18 @@ def _satisfies(value: str | None, requirement: str) -> bool:
     return value == requirement
 
 
-def copies_that_fit(offered: Mapping[str, float], needed: Mapping[str, float]) -> int:
-    """Returns how many times `needed` fits into `offered`."""
+def copies_that_fit(offered: Mapping[str, float], needed: Mapping[str, float], processes: int = 1) -> int:
+    """Returns how many times `needed` fits into `offered`; `processes` divide its GPUs equally.
+
+    No process spans two GPUs with a share below 1.
+    """
     times = [(offered.get(name, 0.0) + SLACK) / amount for name, amount in needed.items() if amount > 0]
+    share = needed.get("GPU", 0.0) / processes
+    if 0 < share < 1:
+        gpus = offered.get("GPU", 0.0)
+        whole = math.floor(gpus + SLACK)
+        slots = whole * math.floor(1 / share + SLACK) + math.floor((gpus - whole + SLACK) / share)
+        times.append(slots / processes)
     return math.floor(min(times)) if times else 1
 
 
@@ -185,7 +234,7 @@ def _unmet_need(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
             f" {len(nodes)} nodes has them; existing labels: {_all_labels(nodes)}; start a node with the labels"
             " (`ray start --labels`), or change the required labels"
         )
-    slots = sum(copies_that_fit(node.resources, need.resources) for node in labelled)
+    slots = sum(need.copies_on(node) for node in labelled)
     if slots >= need.replicas:
         return None
     label_clause = f" with {_labels(need.labels)}" if need.labels else ""
@@ -195,11 +244,13 @@ def _unmet_need(need: ReplicaNeed, nodes: Sequence[Node]) -> str | None:
             f" room for {slots}, with {_format_resources(need.resources)} each{label_clause}; add nodes, or lower"
             " replicas.min"
         )
-    most = {name: max(node.resources.get(name, 0.0) for node in labelled) for name in need.resources}
-    missing = {name: amount for name, amount in need.resources.items() if most[name] + SLACK < amount}
-    problem = _missing_clause(missing or need.resources, most, bool(missing))
-    resources = _format_resources(need.resources)
-    return f"{need.section}: {need.pool} needs {resources} on one node{label_clause}, but {problem}"
+    needed = dict(need.resources)
+    if "GPU" in needed and need.processes > 1:
+        needed["GPU"] = gpus_needed(need.gpu_shares)
+    most = {name: max(node.resources.get(name, 0.0) for node in labelled) for name in needed}
+    missing = {name: amount for name, amount in needed.items() if most[name] + SLACK < amount}
+    problem = _missing_clause(missing or needed, most, bool(missing))
+    return f"{need.section}: {need.pool} needs {_format_resources(needed)} on one node{label_clause}, but {problem}"
 
 
 def _missing_clause(missing: Mapping[str, float], most: Mapping[str, float], is_alone: bool) -> str:
@@ -212,9 +263,13 @@ def _missing_clause(missing: Mapping[str, float], most: Mapping[str, float], is_
 def _unmet_total(replica_needs: Iterable[ReplicaNeed], nodes: Sequence[Node], labels: Mapping[str, str]) -> list[str]:
     """Returns a line if the pools fit the nodes with `labels` individually but not in total, else none."""
     total: Counter[str] = Counter()
+    shares: list[float] = []
     for need in replica_needs:
         for name, amount in need.resources.items():
             total[name] += amount * need.replicas  # type: ignore[assignment]  # a counter of fractions
+        shares += need.gpu_shares * need.replicas
+    if "GPU" in total:
+        total["GPU"] = gpus_needed(shares)  # type: ignore[assignment]
     offered = {name: sum(node.resources.get(name, 0.0) for node in nodes) for name in total}
     missing = [name for name, amount in total.items() if amount > offered[name] + SLACK]
     if not missing:

@@ -42,6 +42,13 @@ def test_missing_resources_are_named_with_those_available() -> None:
         check_resources(pools, {"CPU": 8.0, "GPU": 1.0})
 
 
+def test_shares_of_gpus_are_not_split_on_a_local_cluster() -> None:
+    pools = config(tensor_parallel=3, resources_per_rank={"num_gpus": 0.6})
+    with pytest.raises(ConfigError, match=r"3 GPU \(available: 2\)"):
+        check_resources(pools, {"CPU": 8.0, "GPU": 2.0})
+    check_resources(pools, {"CPU": 8.0, "GPU": 3.0})
+
+
 def test_labels_need_a_real_cluster() -> None:
     with pytest.raises(ConfigError, match="labels"):
         check_resources(config(resources_per_rank={"labels": {"pool": "target"}}), {"CPU": 8.0})

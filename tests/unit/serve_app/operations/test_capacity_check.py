@@ -97,6 +97,37 @@ def test_default_routers_are_counted() -> None:
     assert unmet_needs(config(**pools, server={"routers": 1}), [node("1", {"CPU": 16.0})]) == []
 
 
+def sharing_gpus(count: int, share: float, tensor_parallel: int = 1, target: float = 0.0) -> SlipstreamConfig:
+    replicas = {"min": count, "max": count}
+    return config(
+        draft={"model": "d", "replicas": replicas, "resources": {"num_cpus": 0, "num_gpus": share}},
+        target={"tensor_parallel": tensor_parallel, "resources_per_rank": {"num_gpus": target}},
+    )
+
+
+@pytest.mark.parametrize(("count", "share", "slots"), [(3, 0.6, 2), (5, 0.4, 4), (9, 0.25, 8)])
+def test_no_drafter_spans_two_gpus(count: int, share: float, slots: int) -> None:
+    two = [node("1", {"CPU": 16.0, "GPU": 2.0})]
+    (line,) = unmet_needs(sharing_gpus(count, share), two)
+    assert f"room for {slots}" in line
+    assert unmet_needs(sharing_gpus(slots, share), two) == []
+
+
+def test_no_rank_spans_two_gpus() -> None:
+    wide = sharing_gpus(1, 0.0, tensor_parallel=3, target=0.6)
+    (line,) = unmet_needs(wide, [node("1", {"CPU": 16.0, "GPU": 2.0})])
+    assert "3.1 CPU, 3 GPU on one node, but no node has more than 2 GPU" in line
+    assert unmet_needs(wide, [node("1", {"CPU": 16.0, "GPU": 3.0})]) == []
+
+
+def test_pools_share_gpus_only_as_far_as_their_shares_fit() -> None:
+    """Two ranks of 0.8 leave 0.2 of each GPU; ranks of 0.6 leave room for drafters of 0.4."""
+    two = [node("1", {"CPU": 16.0, "GPU": 2.0})]
+    (line,) = unmet_needs(sharing_gpus(1, 0.4, tensor_parallel=2, target=0.8), two)
+    assert line.endswith("at their minimum size need 2.5 GPU together, but 1 node has 2 GPU; add nodes or reserve less")
+    assert unmet_needs(sharing_gpus(2, 0.4, tensor_parallel=2, target=0.6), two) == []
+
+
 @pytest.mark.parametrize(("gpus", "fits"), [(0.25, 4), (0.3, 3), (1.0, 1)])
 def test_fractions_of_a_gpu_are_counted_without_rounding_errors(gpus: float, fits: int) -> None:
     assert copies_that_fit({"GPU": 1.0}, {"GPU": gpus}) == fits
