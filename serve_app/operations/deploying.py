@@ -7,7 +7,7 @@ this module. `drain_s` computes Ray's drain time for a stopping node.
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,12 +15,14 @@ import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, ServeApplicationSchema, ServeDeploySchema
+from rich.markup import escape
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError, ModelError, SlipstreamError
 from serve_app.serve_manifest import application, with_default_routers
 
 POLL_S = 0.5
+APPLICATION_KEY = "application"  # key of the whole application's message; deployments have capitalized names
 ERROR_NAME = re.compile(r"\bcluster\.errors\.(\w+): ")  # name of an error in a replica's traceback
 PERMANENT: Mapping[str, type[SlipstreamError]] = MappingProxyType(
     {"ConfigError": ConfigError, "ModelError": ModelError}
@@ -31,8 +33,12 @@ class StartError(SlipstreamError):
     """Raised if the application could not start."""
 
 
-def deploy(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> None:
+def deploy(
+    config: SlipstreamConfig, name: str, route_prefix: str = "/", show: Callable[[str], None] = lambda line: None
+) -> None:
     """Deploys the application and waits until it runs; without `server.routers`, cluster size sets their number.
+
+    Until then, passes Serve's current messages, or an empty text, to `show`.
 
     Raises a replica's ModelError or ConfigError immediately, since Serve's retries would fail in the same way. For
     other failures, raises StartError with the cause after Serve has given up.
@@ -41,7 +47,7 @@ def deploy(config: SlipstreamConfig, name: str, route_prefix: str = "/") -> None
     ours = application_schema(with_default_routers(config, cpus), name, route_prefix)
     earlier = _messages(name)
     _apply([*_others(name), ours])
-    _wait_until_running(name, earlier)
+    _wait_until_running(name, earlier, show)
     _get_global_client().wait_for_proxies_serving(wait_for_applications_running=True)
 
 
@@ -98,7 +104,17 @@ def serve_details() -> dict[str, Any]:
     return details
 
 
-def _wait_until_running(name: str, earlier: Mapping[str, str]) -> None:
+def progress_line(messages: Mapping[str, str]) -> str:
+    """Returns the first line of each deployment's message, such as why a replica is not scheduled."""
+    return "; ".join(text.strip().partition("\n")[0] for one, text in messages.items() if one != APPLICATION_KEY)
+
+
+def step_text(step: str, line: str) -> str:
+    """Returns a status line for a step of the start, with Serve's messages if there are any."""
+    return escape(f"{step}: {line}" if line else step)
+
+
+def _wait_until_running(name: str, earlier: Mapping[str, str], show: Callable[[str], None]) -> None:
     """Waits for an application; `earlier` holds its deployments' messages before this start."""
     while True:
         status = serve.status().applications[name].status
@@ -108,6 +124,7 @@ def _wait_until_running(name: str, earlier: Mapping[str, str]) -> None:
             return
         if status is ApplicationStatus.DEPLOY_FAILED:
             raise start_failure(messages)
+        show(progress_line(messages))
         time.sleep(POLL_S)
 
 
@@ -116,7 +133,7 @@ def _messages(name: str) -> dict[str, str]:
     overview = serve.status().applications.get(name)
     if overview is None:
         return {}
-    return {"application": overview.message} | {one: status.message for one, status in overview.deployments.items()}
+    return {APPLICATION_KEY: overview.message} | {one: status.message for one, status in overview.deployments.items()}
 
 
 def _apply(applications: list[ServeApplicationSchema]) -> None:

@@ -21,7 +21,7 @@ from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError
 from serve_app.api.proxy_errors import PROXY_ENVIRONMENT
 from serve_app.operations.checks import check_fit, check_keys, check_resources, demand
-from serve_app.operations.deploying import StartError, deploy, is_running, serve_details, withdraw
+from serve_app.operations.deploying import StartError, deploy, is_running, serve_details, step_text, withdraw
 from serve_app.operations.ray_cluster import (
     ClusterError,
     alive_nodes,
@@ -56,7 +56,7 @@ def serving(
         url = _local_url(serve_details()["http_options"])  # a running Serve keeps its address
         try:
             status.update("Loading the models")
-            deploy(config, APPLICATION)
+            deploy(config, APPLICATION, show=lambda line: status.update(step_text("Loading the models", line)))
             wait_until_ready(url)
             status.stop()
             try:

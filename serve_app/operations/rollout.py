@@ -18,7 +18,7 @@ from rich.status import Status
 from cluster.config import SlipstreamConfig, validated
 from cluster.errors import ModelError
 from serve_app.operations.checks import A_DRAFTER, Node, check_fit, check_keys, needs
-from serve_app.operations.deploying import StartError, deploy, is_running, serve_details, withdraw
+from serve_app.operations.deploying import StartError, deploy, is_running, serve_details, step_text, withdraw
 from serve_app.operations.local import READY_TIMEOUT_S, base_url, drain_requests
 from serve_app.operations.preflight import check_models
 from serve_app.operations.ray_cluster import ClusterError, alive_nodes, broadcast, connected, deployed
@@ -49,7 +49,7 @@ def up(config: SlipstreamConfig, address: str, status: Status, *, autoscaled: bo
         status.update("Starting Serve")
         serve.start(proxy_location=deploy_file(config)["proxy_location"], http_options=http_options(config))
         status.update("Starting the replicas")
-        deploy(config, APPLICATION)
+        deploy(config, APPLICATION, show=lambda line: status.update(step_text("Starting the replicas", line)))
         status.update("Waiting until the routers reach a target")
         _wait_for_routers()
         return endpoints(serve_details(), config)

@@ -5,13 +5,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray import serve
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from cluster.config import validated
 from cluster.errors import ConfigError, ModelError
 from serve_app.operations import deploying
-from serve_app.operations.deploying import application_schema, check_start, start_failure, withdraw
+from serve_app.operations.deploying import (
+    application_schema,
+    check_start,
+    deploy,
+    start_failure,
+    step_text,
+    withdraw,
+)
 
 
 def test_the_autoscaling_policy_sees_both_pools() -> None:
@@ -111,3 +119,49 @@ def test_a_slow_removal_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "status", slow.status)
     withdraw("slipstream")
     assert (slow.declared, slow.deleted, slow.polls_left) == (set(), {"slipstream"}, 0)
+
+
+UNSCHEDULED = "Deployment 'Target' has 1 replicas that have taken more than 30s to be scheduled: {'GPU': 4.0}"
+
+
+class StartingServe:
+    """Fake Serve whose application runs after one poll with messages and one without."""
+
+    def __init__(self) -> None:
+        self.polls = 0
+
+    def get_serve_details(self) -> dict[str, Any]:
+        return {"applications": {}}
+
+    def deploy_apps(self, config: ServeDeploySchema) -> None:
+        pass
+
+    def wait_for_proxies_serving(self, wait_for_applications_running: bool) -> None:
+        pass
+
+    def status(self) -> SimpleNamespace:
+        self.polls += 1
+        if self.polls == 1:
+            return SimpleNamespace(applications={})  # before the deployment
+        messages = {"Target": f"{UNSCHEDULED}\nmore", "Router": ""} if self.polls <= 3 else {"Target": ""}
+        ours = SimpleNamespace(
+            status=ApplicationStatus.RUNNING if self.polls >= 6 else ApplicationStatus.DEPLOYING,
+            message="",
+            deployments={name: SimpleNamespace(message=text) for name, text in messages.items()},
+        )
+        return SimpleNamespace(applications={"ours": ours})
+
+
+def test_serves_messages_are_shown_while_replicas_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them, `up` would wait in silence for a replica that no node can hold."""
+    starting = StartingServe()
+    monkeypatch.setattr(deploying, "_get_global_client", lambda: starting)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(serve, "status", starting.status)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+    shown: list[str] = []
+    config = validated({"model": {"target": "owner/target"}, "draft": {"method": "ngram"}})
+    deploy(config, "ours", show=shown.append)
+    assert shown == [UNSCHEDULED, ""]
+    assert step_text("Starting", "a [bold] message") == r"Starting: a \[bold] message"
+    assert step_text("Starting", "") == "Starting"

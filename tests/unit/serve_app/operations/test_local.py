@@ -102,7 +102,7 @@ def joined(monkeypatch: pytest.MonkeyPatch, *applications: str) -> RunningServe:
     monkeypatch.setattr(httpx, "get", running.get)
     monkeypatch.setattr(local, "is_running", lambda: True)
     monkeypatch.setattr(local, "serve_details", running.details)
-    monkeypatch.setattr(local, "deploy", lambda *_: running.done.append("deploy"))
+    monkeypatch.setattr(local, "deploy", lambda *_, **__: running.done.append("deploy"))
     monkeypatch.setattr(local, "withdraw", lambda _: running.done.append("withdraw"))
     return running
 
