@@ -30,6 +30,7 @@ from tools.kubernetes.ray_service import (
     Json,
     container,
     disruption_budgets,
+    group_name,
     ray_service,
     template,
 )
@@ -171,6 +172,9 @@ def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
             "trust has neither certificates nor a token_file, but pods communicate over the network; set one, or"
             " trust.insecure: true"
         )
+    names = [group_name(section) for section in pools(config)]
+    if unknown := [name for name in config.kubernetes.pools if name not in names]:
+        yield f"kubernetes.pools has {', '.join(unknown)}, expected names of pools: {', '.join(names)}"
     folder = config.trust.certificates
     if folder is not None and (not folder.startswith("/") or "{role}" not in folder):
         yield (

@@ -83,6 +83,11 @@ def test_learning_is_refused_without_a_volume_for_it() -> None:
     assert "no writable volume" in fault
 
 
+def test_an_unknown_pool_is_refused_with_the_names() -> None:
+    (fault,) = faults(kubernetes={"pools": {"target-xyz": {"memory": "99Gi"}, "draft": {}}})
+    assert fault.strip() == "kubernetes.pools has target-xyz, expected names of pools: target, draft"
+
+
 @pytest.mark.parametrize("change", [{"kubernetes": {"image": "a:2"}}, {"draft": {"model": "another/draft"}}])
 def test_a_changed_download_is_another_job(change: dict[str, Any]) -> None:
     """Kubernetes does not allow changes to a job."""
