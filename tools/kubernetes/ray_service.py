@@ -148,6 +148,7 @@ WRITABLE_VOLUMES = (
     {"name": "home", "emptyDir": {"sizeLimit": "5Gi"}},
 )
 SHARED_MEMORY = {"name": "shared-memory", "mountPath": "/dev/shm"}
+WRITABLE_FOLDERS = tuple(mount["mountPath"] for mount in (*WRITABLE, SHARED_MEMORY))
 
 
 def security_context() -> Json:

@@ -23,10 +23,12 @@ from cluster.placement import pools, resources_key, resources_of
 from serve_app.operations.checks import is_guarded, missing_keys
 from tools.kubernetes.ray_service import (
     CLAIM,
+    HOME,
     HTTP_PORT,
     MODELS,
     NAME,
     TOKEN_SECRET,
+    WRITABLE_FOLDERS,
     Json,
     container,
     disruption_budgets,
@@ -118,7 +120,7 @@ def render(
 OVERLAYS = Path("../..")  # path from an overlay of the repository to the shared manifests
 SELF_CONTAINED = Path()  # path from a folder with a copy of the shared manifests
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
-TOKEN_FILE = re.compile(r"/(?:[^/]+/)+[^/]+")  # not in /, since the mounted secret hides the folder's other files
+TOKEN_FILE = re.compile(r"/(?:[^/]+/){2,}[^/]+")  # not in / or /etc: the mounted secret hides the folder's other files
 
 
 def render_into(config: SlipstreamConfig, source: Path, folder: Path) -> tuple[str, ...]:
@@ -182,7 +184,7 @@ def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
             " of its own role; use /etc/slipstream/{role}"
         )
     token_file = config.trust.token_file
-    if token_file is not None and not TOKEN_FILE.fullmatch(token_file):
+    if token_file is not None and not _has_own_folder(token_file):
         yield (
             f"trust.token_file is {token_file}, expected an absolute path in a folder of its own, where each pod mounts"
             f" the secret {TOKEN_SECRET}; use /etc/slipstream/token/tokens"
@@ -201,8 +203,23 @@ def _general_faults(config: SlipstreamConfig) -> Iterable[str]:
                 f"{key} is {name}, but pods mount only the volume at {MODELS}; use a Hugging Face id, or copy the"
                 f" folder to the volume and use {MODELS}/{path.name}"
             )
+    records = config.server.audit.records
+    if records is not None and not any((PurePosixPath(HOME) / records).is_relative_to(one) for one in WRITABLE_FOLDERS):
+        yield (
+            f"server.audit.records is {records}, but pods can write only to {', '.join(WRITABLE_FOLDERS)}; leave it out"
+            " and use the routers' logs"
+        )
     if config.server.port != HTTP_PORT:
         yield f"server.port is {config.server.port}, expected {HTTP_PORT}, the port of KubeRay's probes; leave it out"
+
+
+def _has_own_folder(token_file: str) -> bool:
+    """Returns whether pods can mount a secret as the file's folder, without hiding another mount or file."""
+    if not TOKEN_FILE.fullmatch(token_file):
+        return False
+    folder = PurePosixPath(token_file).parent
+    hides = any(PurePosixPath(path).is_relative_to(folder) for path in (MODELS, *WRITABLE_FOLDERS))
+    return not hides and not folder.is_relative_to(MODELS)  # in the read-only volume, nothing can be mounted
 
 
 def _checkpoints(config: SlipstreamConfig) -> Iterable[tuple[str, str]]:

@@ -136,10 +136,32 @@ def test_every_group_mounts_the_token_at_the_configured_path() -> None:
     ] * 3
 
 
-@pytest.mark.parametrize("path", ["tokens", "secrets/tokens", "/tokens"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tokens",
+        "secrets/tokens",
+        "/tokens",
+        "/etc/tokens",
+        "/tmp/tokens",
+        "/home/tokens",
+        "/home/slipstream/tokens",
+        "/dev/shm/tokens",
+        "/models/tokens",
+        "/models/trust/tokens",
+    ],
+)
 def test_an_unmounted_token_is_refused(path: str) -> None:
     (fault,) = faults(trust={"insecure": False, "token_file": path})
     assert f"trust.token_file is {path}, expected an absolute path in a folder of its own" in fault
+
+
+def test_records_of_audits_need_a_writable_folder() -> None:
+    (fault,) = faults(server={"audit": {"share": 0.1, "records": "/var/log/audits.jsonl"}})
+    assert "server.audit.records is /var/log/audits.jsonl, but pods can write only to /tmp" in fault
+    assert "use the routers' logs" in fault
+    for records in ("/tmp/audits.jsonl", "audits.jsonl"):
+        check(config(server={"audit": {"share": 0.1, "records": records}}))
 
 
 def test_each_group_mounts_the_certificate_of_its_role() -> None:
