@@ -94,7 +94,7 @@ def test_an_overloaded_candidate_shows_no_latency():
     assert "grows" in shown(recommendation_report(inputs, some))
     assert "grows" not in shown(recommendation_report(inputs, recommendation))
     labels = {line.get_label() for line in recommendation_chart(inputs, some).axes[0].lines}
-    assert "adaptive" in labels
+    assert "draft-ahead" in labels
     assert labels.isdisjoint({"lock-step", "plain"})
 
 

@@ -16,6 +16,7 @@ from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 
 DRAFT_LENGTHS = (2, 3, 5, 8)
 RATIOS = ((4, 1), (2, 1), (1, 1), (1, 2))  # (targets, drafters)
+MODES = (Mode.LOCK_STEP, Mode.DRAFT_AHEAD)  # `speculation.schedule`: lock_step and adaptive
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ NON_SPECULATIVE = CandidateFleet(1, 0, 0, Mode.ADAPTIVE)
 def candidates(inputs: PlanInput) -> Iterator[CandidateFleet]:
     """Yields non-speculative decoding, then all speculating candidates."""
     yield NON_SPECULATIVE
-    for (targets, drafters), draft_tokens, mode in product(inputs.ratios, inputs.draft_lengths, Mode):
+    for (targets, drafters), draft_tokens, mode in product(inputs.ratios, inputs.draft_lengths, MODES):
         yield CandidateFleet(targets, drafters, draft_tokens, mode)
 
 

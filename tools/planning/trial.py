@@ -28,6 +28,9 @@ MIN_ARRIVALS = 64  # minimum sessions per target, at a given rate
 MAX_ARRIVALS = 1024
 SHORTER = 4  # ratio of the sessions in full runs and short runs
 MIN_SHORT_SESSIONS = 16  # minimum sessions per target in short runs
+# Committed tokens per target until the adaptive controllers have settled. Lock step needs no warm-up.
+WARM_UP_TOKENS = 3072
+WARM_UP_TOKENS_EACH = 768  # the same per concurrent session; few sessions settle sooner
 MIN_SHARE_MET = 0.9  # minimum share of requested tokens committed while requests arrive; varies by some percent
 PROMISING_SHARE = 0.9  # minimum share of the best merit so far; short runs vary by some percent
 EQUAL_MERIT_SHARE = 0.98  # minimum share of the best merit to count as equal; the smaller fleet wins
@@ -56,8 +59,11 @@ def simulate(inputs: PlanInput, candidate: CandidateFleet) -> CandidateResult:
 
 
 def _simulate(inputs: PlanInput, candidate: CandidateFleet, sessions: int) -> CandidateResult:
-    """Simulates one candidate with `sessions` sessions per target."""
-    report = World(simulation_config(inputs, candidate, sessions)).run()
+    """Simulates one candidate with `sessions` sessions per target, after a warm-up if its controllers adapt."""
+    adapts = candidate.draft_tokens > 0 and candidate.mode is not Mode.LOCK_STEP
+    warm_up = warm_up_sessions(inputs) if adapts else 0
+    config = simulation_config(inputs, candidate, warm_up + sessions)
+    report = World(replace(config, warm_up_tokens=warm_up * inputs.new_tokens * candidate.targets)).run()
     total = report.tokens_per_s
     return CandidateResult(
         candidate,
@@ -69,6 +75,18 @@ def _simulate(inputs: PlanInput, candidate: CandidateFleet, sessions: int) -> Ca
         cost_per_million(inputs.prices, candidate, total),
         isinstance(inputs.arrivals, ClosedLoop) or report.met >= MIN_SHARE_MET,
     )
+
+
+def warm_up_sessions(inputs: PlanInput) -> int:
+    """Returns the sessions per target whose tokens are a warm-up; at a given concurrency, a multiple of it.
+
+    All sessions are of equal length, so a run that ends within a batch of concurrent sessions is partly idle.
+    """
+    if not isinstance(inputs.arrivals, ClosedLoop):
+        return math.ceil(WARM_UP_TOKENS / inputs.new_tokens)
+    concurrency = inputs.arrivals.concurrency
+    tokens = min(WARM_UP_TOKENS, WARM_UP_TOKENS_EACH * concurrency)
+    return math.ceil(tokens / inputs.new_tokens / concurrency) * concurrency
 
 
 def simulate_briefly(inputs: PlanInput, candidate: CandidateFleet) -> CandidateResult:

@@ -120,6 +120,7 @@ class SimulationConfig:
     fleet: Fleet = field(default_factory=Fleet)
     fault_plan: Faults = field(default_factory=Faults)
     seed: int = 0
+    warm_up_tokens: int = 0  # committed tokens of all sessions before speeds and latencies count
 
 
 LONG = 0.15  # share of scenarios with answers that take seconds

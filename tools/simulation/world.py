@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 from cluster.drafting.scheduler import DraftScheduler
 from cluster.drafting.session_table import DrafterLimits
@@ -63,10 +64,10 @@ class SimulationReport:
     failed: int  # sessions that failed without an available target
     abandoned: int  # sessions lost with their router
     tokens: int  # committed tokens
-    tokens_per_s: float  # rate over the middle half of all tokens
+    tokens_per_s: float  # rate over the middle half of all tokens after the warm-up
     met: float  # committed share of tokens requested during arrivals
-    latency_s: float  # median session duration
-    first_token_s: float  # median time to the first token
+    latency_s: float  # median duration of sessions that arrive after the warm-up
+    first_token_s: float  # their median time to the first token
     longest_gap_s: float  # longest time between two commits of a session
     verifies: int  # committed verdicts
     blocks: int  # committed verdicts over a block
@@ -82,6 +83,12 @@ class SimulationReport:
     def tokens_per_block(self) -> float | None:
         """Returns the mean number of tokens committed per verified block."""
         return 1 + self.accepted / self.blocks if self.blocks else None
+
+
+def after_warm_up(commits: Sequence[Commit], tokens: int) -> Sequence[Commit]:
+    """Returns the commits after the first `tokens` tokens."""
+    passed = accumulate(commit.tokens for commit in commits)
+    return commits[sum(1 for count in passed if count <= tokens) :] if tokens else commits
 
 
 def steady_rate(commits: Sequence[Commit]) -> float:
@@ -426,6 +433,9 @@ class World:
     def _report(self, events: int) -> SimulationReport:
         assignments = [assignment for assignment in self.over if assignment.error is None]
         arrivals = [Arrival(assignment.arrived_s, len(assignment.session.committed)) for assignment in self.over]
+        commits = after_warm_up(self._commits, self.config.warm_up_tokens)
+        settled_s = commits[0].at_s if commits and self.config.warm_up_tokens else 0.0
+        late = [assignment for assignment in assignments if assignment.arrived_s >= settled_s]
         span = max((assignment.ended_s or 0.0 for assignment in self.over), default=0.0) or 1.0
         causes = sum((target.scheduler.counts.dropped for target in self.targets), Counter[str]())
         causes += sum((router.recoveries for router in self.routers), Counter[str]())
@@ -434,10 +444,10 @@ class World:
             failed=len(self.over) - len(assignments),
             abandoned=len(self.abandoned),
             tokens=sum(commit.tokens for commit in self._commits),
-            tokens_per_s=steady_rate(self._commits),
+            tokens_per_s=steady_rate(commits),
             met=share_met(arrivals, self._commits),
-            latency_s=median(assignment.latency_s for assignment in assignments),
-            first_token_s=median(assignment.waited_s for assignment in assignments),
+            latency_s=median(assignment.latency_s for assignment in late),
+            first_token_s=median(assignment.waited_s for assignment in late),
             longest_gap_s=max((assignment.longest_gap_s for assignment in assignments), default=0.0),
             **sums(self.over),
             steps=sum(target.steps for target in self.targets),
