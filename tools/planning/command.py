@@ -143,4 +143,6 @@ def _prices(target: float | None, drafter: float | None) -> Prices | None:
         return None
     if target is None or drafter is None:
         raise ConfigError("--target-price and --drafter-price go together; give both")
+    if target == drafter == 0:
+        raise ConfigError("--target-price and --drafter-price are 0; give a positive price, or leave both out")
     return Prices(target, drafter)

@@ -155,7 +155,8 @@ def recommendation_text(inputs: PlanInput, recommendation: Recommendation) -> st
         rate = f"{arrivals.per_s:g} requests/s per target ({arrivals.per_s * inputs.new_tokens:g} tokens/s)"
         return f"No fleet keeps up with {rate}: latencies grow without bound. Lower --rate."
     if best.draft_tokens == 0:
-        return "Use non-speculative decoding: no fleet with drafters is better under this load."
+        better = "better" if inputs.prices is None else "cheaper"
+        return f"Use non-speculative decoding: no fleet with drafters is {better} under this load."
     per = f"{best.drafters} drafter{'s' * (best.drafters > 1)} for {best.targets} target{'s' * (best.targets > 1)}"
     return f"Use {per}, blocks of up to {best.draft_tokens}, {best.name}: {_gain_text(inputs, recommendation)}."
 
@@ -226,10 +227,11 @@ def _row(inputs: PlanInput, result: CandidateResult, plain: CandidateResult) -> 
 
 
 def _rank(inputs: PlanInput, result: CandidateResult) -> tuple[bool, float]:
+    if result.cost_per_million is not None:
+        return not result.keeps_up, result.cost_per_million
     if isinstance(inputs.arrivals, Poisson) and result.keeps_up:
         return False, result.latency_s
-    merit = -result.tokens_per_s if result.cost_per_million is None else result.cost_per_million
-    return not result.keeps_up, merit
+    return not result.keeps_up, -result.tokens_per_s
 
 
 def _limits_table(limits: Limits) -> Table:

@@ -106,17 +106,19 @@ def choose_best(results: Sequence[CandidateResult], inputs: PlanInput) -> Candid
 def merit_function(results: Sequence[CandidateResult], inputs: PlanInput) -> Callable[[CandidateResult], float]:
     """Returns the merit function for these results: low cost if prices are known, else speed.
 
-    Under a given rate, candidates that keep up are compared by latency. Other latencies only reflect the simulated
-    time. If no candidate keeps up, all are compared as at a given concurrency.
+    Without prices, candidates that keep up with a given rate are compared by latency. Other latencies only reflect the
+    simulated time. If no candidate keeps up, all are compared as at a given concurrency.
     """
     any_keeps_up = any(one.keeps_up for one in results)
 
     def merit(one: CandidateResult) -> float:
         if any_keeps_up and not one.keeps_up:
             return 0.0
+        if one.cost_per_million is not None:
+            return 1 / one.cost_per_million if one.cost_per_million else math.inf
         if any_keeps_up and isinstance(inputs.arrivals, Poisson):
             return 1 / one.latency_s
-        return one.tokens_per_s if one.cost_per_million is None else 1 / one.cost_per_million
+        return one.tokens_per_s
 
     return merit
 

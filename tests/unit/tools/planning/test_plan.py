@@ -181,6 +181,25 @@ def test_only_a_fleet_that_keeps_up_is_recommended():
     assert choose_best([hopeless, slow], replace(SMALL, arrivals=Poisson(1.0))) is slow
 
 
+def test_prices_decide_among_fleets_that_keep_up_with_a_rate():
+    inputs = replace(PRICED, arrivals=Poisson(1.0))
+    fast = replace(result(2, 32.0), latency_s=0.5, cost_per_million=9.0)
+    cheap = replace(result(1, 32.0), latency_s=0.9, cost_per_million=5.0)
+    between = replace(result(3, 32.0), latency_s=0.8, cost_per_million=7.0)
+    overloaded = replace(result(1, 90.0), cost_per_million=1.0, keeps_up=False)
+    results = (fast, overloaded, between, cheap)
+    assert choose_best(results, inputs) is cheap
+    plan = Recommendation(results, cheap, fast, best_in_process(inputs), 1.0, None)
+    text = shown(recommendation_report(inputs, plan))
+    places = [text.index(cost) for cost in ("5.00 │", "7.00 │", "9.00 │", "1.00 │")]
+    assert places == sorted(places), text
+
+
+def test_a_price_may_be_zero():
+    free = replace(SMALL, prices=Prices(target=0.0, drafter=1.0), ratios=((1, 1),))
+    assert recommend(free).best.candidate == NON_SPECULATIVE
+
+
 class Noted(InlineExecutor):
     """Executor that records the simulated candidates."""
 
@@ -324,6 +343,7 @@ def test_acceptance_outside_zero_to_one_is_refused(tmp_path: Path, acceptance):
         ({"concurrency": 4, "rate": 1.0}, "give only one of them"),
         ({"rate": 0.0}, "--rate is 0"),
         ({"target_price": 3.0}, "give both"),
+        ({"target_price": 0.0, "drafter_price": 0.0}, "give a positive price"),
     ],
 )
 def test_contradictory_options_are_refused(changes, message):
