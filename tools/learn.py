@@ -19,11 +19,12 @@ from rich.table import Table
 
 from actors.learning.examples import ExampleStore
 from actors.learning.versions import VersionFolder
-from cluster.config import LearningOptions
+from cluster.config import DraftPool, LearningOptions
 from cluster.config_sections import HEADS
 from cluster.errors import ConfigError
 from cluster.learning import Comparison, Manifest
-from serve_app.cli.main import ConfigPath, Overrides, load_single
+from cluster.placement import pools
+from serve_app.cli.main import ConfigPath, Overrides, load, load_single
 from serve_app.tables import table
 
 if TYPE_CHECKING:
@@ -246,15 +247,39 @@ def _bar(console: Console) -> Progress:
 # ---------------------------------------------------------------- a deployment's examples and versions
 
 
-def _learning(config_path: Path, overrides: Sequence[str] | None) -> LearningOptions:
-    learning = load_single(config_path, overrides, None).draft.learning
-    if learning is None:
+DraftName = Annotated[
+    str | None,
+    typer.Option(
+        "--draft", metavar="NAME", help="Draft pool in `drafts`, or draft; required if several draft pools learn."
+    ),
+]
+
+
+def _learning_pool(
+    config_path: Path, overrides: Sequence[str] | None, name: str | None
+) -> tuple[DraftPool, LearningOptions]:
+    """Returns the draft pool that learns, chosen by `name` if there are several, and its options."""
+    learning = {
+        section.removeprefix("drafts."): (pool, pool.learning)
+        for section, pool in pools(load(config_path, overrides)).items()
+        if isinstance(pool, DraftPool) and pool.learning is not None
+    }
+    if not learning:
         raise ConfigError(f"{config_path} has no draft.learning; set draft.learning.folder to learn from traffic")
-    return learning
+    if name is None and len(learning) > 1:
+        raise ConfigError(f"several draft pools learn; choose one with --draft: {', '.join(learning)}")
+    chosen = name or next(iter(learning))
+    if chosen not in learning:
+        raise ConfigError(f"--draft is {chosen}, which does not learn; choose one of {', '.join(learning)}")
+    return learning[chosen]
 
 
-def _versions(config_path: Path, overrides: Sequence[str] | None) -> VersionFolder:
-    return VersionFolder(Path(_learning(config_path, overrides).folder).expanduser())
+def _learning(config_path: Path, overrides: Sequence[str] | None, draft: str | None) -> LearningOptions:
+    return _learning_pool(config_path, overrides, draft)[1]
+
+
+def _versions(config_path: Path, overrides: Sequence[str] | None, draft: str | None) -> VersionFolder:
+    return VersionFolder(Path(_learning(config_path, overrides, draft).folder).expanduser())
 
 
 @contextmanager
@@ -267,10 +292,10 @@ def _examples(learning: LearningOptions) -> Iterator[ExampleStore]:
 
 
 @learn_app.command()
-def status(config_path: ConfigPath, overrides: Overrides = None) -> None:
+def status(config_path: ConfigPath, draft: DraftName = None, overrides: Overrides = None) -> None:
     """Shows the stored examples, how many the next training lacks, the current version, and the latest training."""
-    learning = _learning(config_path, overrides)
-    needs_states = load_single(config_path, overrides).draft.model_method in HEADS
+    pool, learning = _learning_pool(config_path, overrides, draft)
+    needs_states = pool.model_method in HEADS
     versions = VersionFolder(Path(learning.folder).expanduser())
     with _examples(learning) as store:
         size = store.size()
@@ -292,9 +317,9 @@ def status(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @learn_app.command()
-def history(config_path: ConfigPath, overrides: Overrides = None) -> None:
+def history(config_path: ConfigPath, draft: DraftName = None, overrides: Overrides = None) -> None:
     """Lists all versions with their figures."""
-    Console().print(history_table(_versions(config_path, overrides).history()))
+    Console().print(history_table(_versions(config_path, overrides, draft).history()))
 
 
 def history_table(manifests: Sequence[Manifest]) -> Table:
@@ -323,17 +348,18 @@ def _change(comparison: Comparison | None, figure: str) -> str:
 def promote(
     config_path: ConfigPath,
     version: Annotated[int, typer.Argument(min=0, help="Version to serve with; 0: the configured draft.")],
+    draft: DraftName = None,
     overrides: Overrides = None,
 ) -> None:
     """Makes a version current, whatever its figures."""
-    _versions(config_path, overrides).promote(version)
+    _versions(config_path, overrides, draft).promote(version)
     Console().print(f"version {version} is current; drafters load it within seconds")
 
 
 @learn_app.command()
-def rollback(config_path: ConfigPath, overrides: Overrides = None) -> None:
+def rollback(config_path: ConfigPath, draft: DraftName = None, overrides: Overrides = None) -> None:
     """Returns to the parent of the current version."""
-    versions = _versions(config_path, overrides)
+    versions = _versions(config_path, overrides, draft)
     if not versions.current():
         raise ConfigError("the configured draft is current, and it has no parent; use `slipstream learn promote`")
     Console().print(f"version {versions.rollback()} is current; drafters load it within seconds")
@@ -344,11 +370,12 @@ def forget(
     config_path: ConfigPath,
     key: Annotated[str | None, typer.Option(help="Name of the API key whose examples to delete.")] = None,
     delete_all: Annotated[bool, typer.Option("--all", help="Delete all examples.")] = False,
+    draft: DraftName = None,
     overrides: Overrides = None,
 ) -> None:
     """Deletes examples and overwrites their text; versions that have learned from them stay."""
     if (key is None) == (not delete_all):
         raise ConfigError("name what to forget: --key NAME, or --all")
-    with _examples(_learning(config_path, overrides)) as store:
+    with _examples(_learning(config_path, overrides, draft)) as store:
         deleted = store.forget(key)
     Console().print(f"{deleted} examples deleted")

@@ -171,3 +171,27 @@ def test_status_shows_how_many_examples_the_next_training_needs(config: Path, tm
     store.add(texts("more", 250), "target")
     store.close()
     assert "has enough examples" in runner.invoke(app, given).output
+
+
+def test_drafts_of_several_models_are_managed_by_name(tmp_path: Path) -> None:
+    folders = {name: str(tmp_path / name) for name in ("draft", "fast")}
+    pools = {name: {"model": f"org/{name}", "learning": {"folder": folder}} for name, folder in folders.items()}
+    models = {"a": {"model": {"target": "org/a"}}, "b": {"model": {"target": "org/b"}, "draft": "fast"}}
+    path = tmp_path / "several.yaml"
+    path.write_text(yaml.safe_dump({"models": models, "draft": pools["draft"], "drafts": {"fast": pools["fast"]}}))
+    for name, folder in folders.items():
+        store = ExampleStore.of(LearningOptions(folder=folder))
+        store.add(texts(name, 10), "target")
+        store.close()
+        for command in ("status", "history", "rollback", "promote", "forget"):
+            more = {"promote": ["0"], "forget": ["--key", name]}.get(command, [])
+            refused = runner.invoke(app, ["learn", command, str(path), *more])
+            assert "several draft pools learn; choose one with --draft: draft, fast" in str(refused.exception)
+        shown = runner.invoke(app, ["learn", "status", str(path), "--draft", name]).output
+        assert f"{name}, 100% of the tokens" in shown
+        deleted = runner.invoke(app, ["learn", "forget", str(path), "--draft", name, "--key", name])
+        assert "10 examples deleted" in deleted.output
+    unknown = runner.invoke(app, ["learn", "status", str(path), "--draft", "slow"])
+    assert "choose one of draft, fast" in str(unknown.exception)
+    path.write_text(yaml.safe_dump({"models": models, "draft": pools["draft"], "drafts": {"fast": {"model": "org/f"}}}))
+    assert runner.invoke(app, ["learn", "status", str(path)]).exit_code == 0
