@@ -55,13 +55,28 @@ def run(
     ] = False,
     answer_tokens: Annotated[int, typer.Option(min=1, help="With --answer: maximum tokens per answer.")] = 128,
     replay: Annotated[
-        Path | None, typer.Option(help="General conversations that the draft must not forget; same formats.")
+        Path | None,
+        typer.Option(
+            help="General conversations that the draft must not forget; same formats. Default: draft.learning.replay."
+        ),
     ] = None,
     limit: Annotated[int, typer.Option(min=2, help="Maximum examples to read; all replay examples are read.")] = 10_000,
-    epochs: Annotated[float, typer.Option(min=0.01, help="Passes over the examples.")] = 2.0,
+    epochs: Annotated[
+        float | None, typer.Option(min=0.01, help="Passes over the examples; default: draft.learning.epochs, else 2.")
+    ] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Peak learning rate of AdamW; default: 1.5e-4 with --replay, 2e-4 without."),
+        typer.Option(
+            min=0.0,
+            help="Peak learning rate of AdamW; default: draft.learning.learning_rate, else 1.5e-4 with --replay, 2e-4"
+            " without.",
+        ),
+    ] = None,
+    replay_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=0.99, help="Share of --replay in each batch; default: draft.learning.replay_share, else 0.5."
+        ),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: one per core.")] = None,
     overrides: Overrides = None,
@@ -96,10 +111,18 @@ def run(
     console = Console()
     target = local_folder(config.model.target, with_weights=answer)
     recent = _read(target, examples, limit, answer_tokens if answer else None, console)
+    if replay is None and learning is not None and learning.replay is not None:
+        replay = Path(learning.replay).expanduser()
     general = [] if replay is None else _read(target, replay, None, None, console)
-    if learning_rate is None:
-        learning_rate = 1.5e-4 if general else 2e-4
-    options = TrainingOptions(epochs=epochs, learning_rate=learning_rate, draft_tokens=config.speculation.draft_tokens)
+    if learning_rate is None and learning is None and not general:
+        learning_rate = 2e-4
+    defaults = learning or TrainingOptions()
+    options = TrainingOptions(
+        epochs=defaults.epochs if epochs is None else epochs,
+        learning_rate=defaults.learning_rate if learning_rate is None else learning_rate,
+        replay_share=(defaults.replay_share if replay_share is None else replay_share) if general else 0.0,
+        draft_tokens=config.speculation.draft_tokens,
+    )
     start = local_folder(config.draft.model)
     if out is not None:
         _train(start, out, recent, general, options, console)

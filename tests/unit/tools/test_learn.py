@@ -13,7 +13,9 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from actors.learning import trainer
 from actors.learning.examples import ExampleStore
+from actors.learning.trainee import TrainingOptions
 from actors.learning.trainer import Draft, Trainer, trainer_lock
 from actors.learning.versions import VersionFolder
 from actors.models.checkpoint import load_model
@@ -96,6 +98,39 @@ def test_it_waits_for_a_trainer_of_the_same_folder(config: Path, conversations: 
         done = runner.invoke(app, [*given, "--set", f"draft.learning.folder={learned}"])
     assert "a trainer works in" in str(done.exception)
     assert VersionFolder(learned).history() == []
+
+
+def test_the_configuration_sets_the_training(
+    config: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[tuple[int, TrainingOptions]] = []
+
+    class Noted(Exception):
+        pass
+
+    def train(start: Path, out: Path, recent: object, general: list[Example], options: TrainingOptions, **_: object):
+        trained.append((len(general), options))
+        raise Noted
+
+    monkeypatch.setattr(trainer, "train_candidate", train)
+    given = ["learn", "run", str(config), "--examples", str(conversations), "--threads", "1"]
+    section = {
+        "folder": str(tmp_path / "learned"),
+        "epochs": 3,
+        "learning_rate": 5e-4,
+        "replay": str(conversations),
+        "replay_share": 0.25,
+    }
+    learning = [f"--set=draft.learning.{key}={value}" for key, value in section.items()]
+    overridden = ["--epochs", "1", "--learning-rate", "1e-3", "--replay-share", "0.75"]
+    for number, arguments in enumerate(([], learning, [*learning, *overridden])):
+        out = ["--out", str(tmp_path / f"out{number}")]
+        assert isinstance(runner.invoke(app, [*given, *out, *arguments]).exception, Noted)
+    assert [(count, one.epochs, one.learning_rate, one.replay_share) for count, one in trained] == [
+        (0, 2.0, 2e-4, 0.0),
+        (30, 3.0, 5e-4, 0.25),
+        (30, 1.0, 1e-3, 0.75),
+    ]
 
 
 # ---------------------------------------------------------------- forgetting
