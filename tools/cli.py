@@ -3,12 +3,15 @@
 Commands import torch and Ray only if needed, so that help stays fast.
 """
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from cluster.errors import ConfigError
 from serve_app.cli.chat import ApiKey
 from serve_app.cli.main import (
     Address,
@@ -32,6 +35,7 @@ from tools.planning.command import plan
 
 __all__ = ["app", "main"]
 
+DEFAULT_REQUESTS = 60  # requests of `slipstream bench` per rate
 CHECK_FAILED = 1  # exit status of `slipstream doctor` when a check fails
 
 app.add_typer(drafts_app, name="drafts")
@@ -65,9 +69,11 @@ def bench(
         list[float] | None,
         typer.Option(min=0.001, help="Poisson arrivals: requests per second; repeatable."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=2, help="Number of requests per rate.")] = 60,
+    requests: Annotated[
+        int | None, typer.Option(min=2, help="With --rate: number of requests per rate; default: 60.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 96,
-    repeats: Annotated[int, typer.Option(min=1, help="Number of runs per prompt.")] = 1,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Number of runs per prompt; default: 1.")] = None,
     generate: Annotated[bool, typer.Option("--generate", help="Also measure Hugging Face generate.")] = False,
     url: Annotated[
         str | None, typer.Option(help="With --rate: measure this running endpoint instead of CONFIG.")
@@ -83,8 +89,21 @@ def bench(
     from tools.bench.experiment import Plan, read_prompts
     from tools.bench.reports import measure_rates, report_on_batches
 
+    batch_options = {"--concurrency": concurrency, "--repeats": repeats, "--generate": generate or None}
+    if dataset is not None:
+        _refuse_with("--dataset", {"--prompts": prompts})
+    if rate:
+        _refuse_with("--rate", batch_options)
+    elif url is None and requests is not None:
+        raise ConfigError("--requests needs --rate; give a rate, or leave it out")
+    if url is not None:
+        served = {"CONFIG": config_path, "--set": overrides, "--port": port, "--address": address}
+        if address == os.environ.get("RAY_ADDRESS"):
+            served["--address"] = None
+        _refuse_with("--url", {**served, **batch_options})
+    requests = DEFAULT_REQUESTS if requests is None else requests
     console = Console()
-    plan = Plan(read_prompts(dataset or prompts or BENCH_PROMPTS), tuple(concurrency or [1]), max_tokens, repeats)
+    plan = Plan(read_prompts(dataset or prompts or BENCH_PROMPTS), tuple(concurrency or [1]), max_tokens, repeats or 1)
     paths = json_path, html_path
     if url is not None:
         measure_rates(url, key, plan, rate or [], requests, console, *paths)
@@ -102,6 +121,13 @@ def bench(
             measure_rates(served_at, key, plan, rate, requests, console, *paths)
         else:
             report_on_batches(served_at, config, plan, generate, console, *paths)
+
+
+def _refuse_with(option: str, others: Mapping[str, object]) -> None:
+    """Raises ConfigError if any other option is given, which `option` would ignore."""
+    for name, value in others.items():
+        if value is not None and value != []:
+            raise ConfigError(f"{option} does not use {name}; leave one of them out")
 
 
 @app.command()

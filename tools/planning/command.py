@@ -57,6 +57,8 @@ def plan(
     from tools.planning.plan_report import run_plan, run_theory
 
     console = Console()
+    if theory and (json_path or picture_path):
+        raise ConfigError(f"--theory does not use {'--json' if json_path else '--plot'}; leave one of them out")
     if theory:
         run_theory(console)
         return

@@ -16,6 +16,7 @@ from serve_app.demo_data import CONFIG
 from serve_app.operations import local
 from tools import cli
 from tools.cli import app, main
+from tools.planning import plan_report
 
 VALID = "model: {target: some/model}\ndraft: {method: ngram}\n"
 
@@ -126,6 +127,43 @@ def test_an_output_in_a_missing_folder_is_refused_before_any_work(
     printed = capsys.readouterr()
     assert "cannot write missing/out: there is no folder missing; create it" in printed.err
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ("bench --rate 1 --concurrency 2", ("--rate", "--concurrency")),
+        ("bench --rate 1 --repeats 2", ("--rate", "--repeats")),
+        ("bench --rate 1 --generate", ("--rate", "--generate")),
+        ("bench --requests 9", ("--requests", "--rate")),
+        ("bench --dataset a.jsonl --prompts b.jsonl", ("--dataset", "--prompts")),
+        ("bench config.yaml --url http://localhost:1 --rate 1", ("--url", "CONFIG")),
+        ("bench --url http://localhost:1 --rate 1 --set target.max_sessions=3", ("--url", "--set")),
+        ("bench --url http://localhost:1 --rate 1 --port 9000", ("--url", "--port")),
+        ("bench --url http://localhost:1 --rate 1 --address auto", ("--url", "--address")),
+        ("bench --url http://localhost:1 --concurrency 2", ("--url", "--concurrency")),
+        ("plan --theory --json plan.json", ("--theory", "--json")),
+        ("plan --theory --plot plan.svg", ("--theory", "--plot")),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    arguments: str, options: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cli, "load_demo", None)
+    monkeypatch.setattr(plan_report, "run_theory", None)
+    assert run_main(monkeypatch, *arguments.split()) == 2
+    message = capsys.readouterr().err
+    assert all(option in message for option in options)
+    assert "leave" in message
+
+
+def test_an_address_from_the_environment_is_no_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert run_main(monkeypatch, "bench", "--url", "http://localhost:1") == 2
+    assert "--url needs --rate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("address", "port"), [([], 0), (["--address", "auto"], 8000)])
