@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from actors.learning.examples import ExampleStore
+from actors.learning.examples import FILE, ExampleStore
 from actors.learning.versions import VersionFolder
 from cluster.config import DraftPool, LearningOptions
 from cluster.config_sections import HEADS
@@ -302,11 +302,17 @@ def _learning(config_path: Path, overrides: Sequence[str] | None, draft: str | N
 
 
 def _versions(config_path: Path, overrides: Sequence[str] | None, draft: str | None) -> VersionFolder:
-    return VersionFolder(Path(_learning(config_path, overrides, draft).folder).expanduser())
+    folder = Path(_learning(config_path, overrides, draft).folder).expanduser()
+    if not (folder / FILE).is_file() and not VersionFolder(folder).history():
+        raise ConfigError(f"{folder} has neither {FILE} nor versions; correct draft.learning.folder")
+    return VersionFolder(folder)
 
 
 @contextmanager
 def _examples(learning: LearningOptions) -> Iterator[ExampleStore]:
+    """Opens the examples. Raises ConfigError for a folder without examples, where a store would be created."""
+    if not (Path(learning.folder).expanduser() / FILE).is_file():
+        raise ConfigError(f"{learning.folder} has no {FILE}; correct draft.learning.folder, or serve requests first")
     store = ExampleStore.of(learning)
     try:
         yield store
@@ -402,3 +408,6 @@ def forget(
     with _examples(_learning(config_path, overrides, draft)) as store:
         deleted = store.forget(key)
     Console().print(f"{deleted} examples deleted")
+    names = load(config_path, overrides).server.keys
+    if key is not None and not deleted and key not in names:
+        Console().print(f"{key} is no name in server.keys, which has {', '.join(names) or 'none'}", markup=False)

@@ -20,6 +20,7 @@ from actors.learning.trainer import Draft, Trainer, trainer_lock
 from actors.learning.versions import VersionFolder
 from actors.models.checkpoint import load_model
 from cluster.config import LearningOptions
+from cluster.errors import ConfigError
 from cluster.learning import Example, Source, State
 from tests.byte_tokenizer import byte_tokenizer
 from tests.unit.actors.learning.drafts import CPU, SHAPE, VOCABULARY, holding, write_draft
@@ -199,8 +200,8 @@ def test_status_names_the_key_with_the_most_examples(config: Path, tmp_path: Pat
 def test_status_shows_how_many_examples_the_next_training_needs(config: Path, tmp_path: Path) -> None:
     options = LearningOptions(folder=str(tmp_path / "learning"))
     given = ["learn", "status", str(config), "--set", f"draft.learning.folder={options.folder}"]
-    assert "needs about 200 more examples" in runner.invoke(app, given).output
     store = ExampleStore.of(options)
+    assert "needs about 200 more examples" in runner.invoke(app, given).output
     store.add(texts("few", 30), "target")
     assert "needs about 170 more examples" in runner.invoke(app, given).output
     store.add(texts("more", 250), "target")
@@ -230,3 +231,25 @@ def test_drafts_of_several_models_are_managed_by_name(tmp_path: Path) -> None:
     assert "choose one of draft, fast" in str(unknown.exception)
     path.write_text(yaml.safe_dump({"models": models, "draft": pools["draft"], "drafts": {"fast": {"model": "org/f"}}}))
     assert runner.invoke(app, ["learn", "status", str(path)]).exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["status", "history", "rollback", "promote 0", "forget --all"])
+def test_a_mistyped_folder_is_refused_and_not_created(command: str, config: Path, tmp_path: Path) -> None:
+    name, *more = command.split()
+    folder = tmp_path / "mistyped"
+    done = runner.invoke(app, ["learn", name, str(config), *more, "--set", f"draft.learning.folder={folder}"])
+    assert isinstance(done.exception, ConfigError)
+    assert "correct draft.learning.folder" in str(done.exception)
+    assert not folder.exists()
+
+
+def test_forgetting_a_mistyped_key_names_the_known_ones(config: Path, tmp_path: Path) -> None:
+    store = ExampleStore.of(LearningOptions(folder=str(tmp_path / "learning")))
+    store.add(texts("ours", 3), "target")
+    store.close()
+    known = f"--set=server.keys={{ours: {{sha256: '{64 * '0'}'}}, theirs: {{sha256: '{64 * '1'}'}}}}"
+    given = ["learn", "forget", str(config), known, "--set", f"draft.learning.folder={tmp_path / 'learning'}"]
+    output = runner.invoke(app, [*given, "--key", "uors"]).output
+    assert "0 examples deleted\nuors is no name in server.keys, which has ours, theirs" in output
+    assert runner.invoke(app, [*given, "--key", "theirs"]).output == "0 examples deleted\n"
+    assert runner.invoke(app, [*given, "--key", "ours"]).output == "3 examples deleted\n"
