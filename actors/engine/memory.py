@@ -23,6 +23,7 @@ GRAPH_BYTES = (
 CHAIN_STEP_BYTES = 4 * MIB  # the same estimate per step of a captured chain: a draft model has fewer layers
 LOGIT_BYTES = 4  # sampling computes in float32; a captured step has two copies in 16 bits
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+STAT = "memory.stat"  # beside a limit; cgroup version 1 has total_rss and total_shmem, version 2 anon and shmem
 
 
 def page_bytes(model: PreTrainedModel, page_size: int, ranks: int = 1) -> int:
@@ -51,13 +52,23 @@ def page_size_warning(page_size: int, key_value_bytes: int, recurrent_bytes: int
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free memory in bytes, at most a container's memory limit."""
+    """Returns the free memory in bytes, at most the rest of a container's memory limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    limits = [path.read_text().strip() for path in MEMORY_LIMITS if path.is_file()]
-    return min([free, *(int(limit) for limit in limits if limit.isdigit())])
+    limits = {path: path.read_text().strip() for path in MEMORY_LIMITS if path.is_file()}
+    rests = [int(limit) - _held_bytes(path.with_name(STAT)) for path, limit in limits.items() if limit.isdigit()]
+    return max(0, min([free, *rests]))
+
+
+def _held_bytes(stat: Path) -> int:
+    """Returns a container's bytes that the kernel cannot reclaim without swap; 0 without the file."""
+    if not stat.is_file():
+        return 0
+    fields = dict(line.split() for line in stat.read_text().splitlines())
+    anonymous = fields.get("anon", fields.get("total_rss", 0))
+    return int(anonymous) + int(fields.get("total_shmem", fields.get("shmem", 0)))
 
 
 def remaining_share(device: torch.device, share: float) -> int:
@@ -113,8 +124,11 @@ def page_count(
     device: torch.device,
     gpu_share: float = 1.0,
     reserve: Reserve = Reserve(),
+    ranks: int = 1,
 ) -> int:
     """Returns the number of cache pages beside the reserve, which a configured cache size does not consider.
+
+    On CPUs, `ranks` processes on this machine share the free memory.
 
     Raises ModelError if one session of full context does not fit.
     """
@@ -127,6 +141,8 @@ def page_count(
         free = free_bytes(device)
         if device.type == "cuda":
             free = min(free, remaining_share(device, gpu_share) - reserve.context)
+        else:
+            free //= ranks
         room = max(0, int((free - reserve.beside_cache) * SHARE_OF_FREE[device.type])) // bytes_each
         pages = min(room, sessions * per_session)
     if pages < per_session:

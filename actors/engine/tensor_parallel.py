@@ -255,6 +255,7 @@ class Rank:
                 device,
                 graphs=len(buckets.shapes) if buckets else 0,
             ),
+            spec.ranks,
         )
         return RankReport(os.getpid(), pages, loaded.report, attention)
 

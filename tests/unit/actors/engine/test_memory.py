@@ -117,12 +117,26 @@ def test_too_little_memory_for_one_session_is_refused_with_the_required_size(mon
         page_count(CacheConfig(page_size=8, gib=gib), GIB // 1024, sessions=4, context=80, device=CPU)
 
 
+def test_ranks_share_the_free_memory_of_a_machine(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 400)
+    reserve = Reserve(logits=20)
+    counts = [page_count(CacheConfig(page_size=1), 1, 10_000, 1, CPU, reserve=reserve, ranks=ranks) for ranks in (1, 2)]
+    assert counts == [190, 90]
+
+
 def test_a_container_has_no_more_than_its_limit(monkeypatch, tmp_path):
     whole = memory.free_bytes(CPU)
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(memory, "MEMORY_LIMITS", (tmp_path / "missing", limit))
     limit.write_text("12345\n")
-    assert memory.free_bytes(CPU) == 12345
+    assert memory.free_bytes(CPU) == 12345, "without statistics"
+    stat = tmp_path / "memory.stat"
+    stat.write_text("anon 2000\nfile 9000\nshmem 300\n")
+    assert memory.free_bytes(CPU) == 12345 - 2300
+    stat.write_text("cache 9000\nrss 1\nshmem 1\ntotal_cache 9000\ntotal_rss 2000\ntotal_shmem 300\n")
+    assert memory.free_bytes(CPU) == 12345 - 2300, "cgroup version 1"
+    stat.write_text("anon 20000\nshmem 0\n")
+    assert memory.free_bytes(CPU) == 0
     limit.write_text("max\n")
     assert whole / 2 < memory.free_bytes(CPU) < whole * 2
 
