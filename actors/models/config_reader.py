@@ -11,8 +11,8 @@ from typing import Any
 
 import transformers
 from transformers import AutoConfig, PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
@@ -57,14 +57,26 @@ def check_rope_sections(folder: Path, raw: Mapping[str, Any]) -> None:
         scaling = section.get("rope_scaling")
         if not parameters or not scaling or not isinstance(parameters, dict) or not isinstance(scaling, dict):
             continue
-        by_layer = [value for value in parameters.values() if isinstance(value, dict)]
-        bases = [rope["rope_theta"] for rope in by_layer or [parameters] if "rope_theta" in rope]
-        used = scaling.get("rope_theta", section.get("rope_theta"))
-        if any(base != used for base in bases):
+        stated = _rope_bases(parameters)
+        kind = section.get("model_type", raw.get("model_type"))
+        used = _rope_bases(scaling) or {section.get("rope_theta", _default_base(kind))}
+        if stated - used:
             raise ModelError(
                 f"{folder / CONFIG} has rope_parameters and rope_scaling, so transformers would ignore the rope_theta"
-                f" {bases[0]} of rope_parameters; move rope_scaling's keys into rope_parameters"
+                f" {min(stated - used)} of rope_parameters; move rope_scaling's keys into rope_parameters"
             )
+
+
+def _default_base(model_type: object) -> float:
+    """Returns the RoPE base of an architecture whose configuration states none."""
+    config = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING_NAMES else RotaryEmbeddingConfigMixin
+    return float(getattr(config, "default_theta", RotaryEmbeddingConfigMixin.default_theta))
+
+
+def _rope_bases(rope: Mapping[str, Any]) -> set[float]:
+    """Returns the bases in a RoPE section, which may have one section per layer type."""
+    by_layer = [value for value in rope.values() if isinstance(value, dict)]
+    return {part["rope_theta"] for part in (by_layer or [dict(rope)]) if part.get("rope_theta") is not None}
 
 
 def embedding_rows(folder: Path) -> int | None:

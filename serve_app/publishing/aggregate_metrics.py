@@ -7,7 +7,6 @@ for vLLM. It copies values at collection, so nothing is measured twice.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,9 +20,7 @@ from cluster.telemetry import packed, unpacked
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 2.0  # seconds for all replicas of a pool to answer
-PERIOD_S = 1.0  # minimum time between collections
-KEEP_S = 30.0  # seconds for which a pool's last answer replaces missing ones
+ANSWER_S = 2.0  # seconds for other processes to answer; pools with a slower replica are omitted
 
 Families = Sequence[Sequence[Metric]]
 """Families of each replica of one deployment, with the replica's own labels."""
@@ -33,42 +30,37 @@ Gather = Callable[[], Awaitable[Families]]
 
 
 class AggregateMetrics:
-    """Produces the response at `/metrics` for Prometheus; concurrent requests share one collection."""
+    """Produces the response at `/metrics` for Prometheus.
 
-    def __init__(self, pools: Iterable[Gather], clock: Callable[[], float] = time.monotonic) -> None:
-        self._pools = tuple(_Pool(pool, clock) for pool in pools)
-        self._clock = clock
+    Requests that arrive during a collection share the next one, so each response has the values after its request.
+    """
+
+    def __init__(self, pools: Iterable[Gather]) -> None:
+        self._pools = tuple(pools)
         self._lock = asyncio.Lock()
+        self._begun = 0  # number of collections
         self._text = b""
-        self._collected_s = float("-inf")
+        self._text_of = 0  # number of the collection that made the text
 
     async def __call__(self) -> bytes:
-        """Returns metrics at most a second old."""
+        known = self._begun
         async with self._lock:
-            if self._clock() - self._collected_s >= PERIOD_S:
-                answers = await asyncio.gather(*(pool.collect() for pool in self._pools))
+            if self._text_of <= known:
+                self._begun += 1
+                number = self._begun
+                answers = await asyncio.gather(*(_collect_pool(pool) for pool in self._pools))
                 self._text = await asyncio.to_thread(exposition, [families for pool in answers for families in pool])
-                self._collected_s = self._clock()
+                self._text_of = number
             return self._text
 
 
-class _Pool:
-    """Collects one deployment's families. A slow replica delays all answers, so their last values are kept a while."""
-
-    def __init__(self, gather: Gather, clock: Callable[[], float]) -> None:
-        self._gather = gather
-        self._clock = clock
-        self._last: Families = ()
-        self._answered_s = float("-inf")
-
-    async def collect(self) -> Families:
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                self._last = await self._gather()
-                self._answered_s = self._clock()
-        except Exception as error:  # noqa: BLE001  # whatever failed elsewhere, the other metrics are published
-            log.warning("some replicas did not report metrics: %s", error or type(error).__name__)
-        return self._last if self._clock() - self._answered_s < KEEP_S else ()
+async def _collect_pool(pool: Gather) -> Families:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await pool()
+    except Exception as error:  # noqa: BLE001  # whatever failed elsewhere, the other metrics are published
+        log.warning("some replicas did not report metrics: %s", error or type(error).__name__)
+        return ()
 
 
 def exposition(replicas: Iterable[Iterable[Metric]]) -> bytes:

@@ -327,10 +327,11 @@ def causal_facts(files: HeadFiles, layout: DraftLayout) -> DraftFacts:
 
 
 def _rope(text: Mapping[str, Any]) -> str:
-    section = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    section = text.get("rope_scaling") or text.get("rope_parameters") or {}  # as transformers prefers them
     if any(isinstance(value, dict) for value in section.values()):
         return "RoPE by layer type"
-    return str(rope_of({**text, "rope_theta": text.get("rope_theta") or DEFAULT_BASE}))
+    base = section.get("rope_theta") or text.get("rope_theta") or DEFAULT_BASE
+    return str(rope_of({**text, "rope_theta": base, "rope_parameters": section, "rope_scaling": None}))
 
 
 def _states_read(config: HeadConfig, needs: StatesNeeded, target: TargetShape) -> StatesRead:

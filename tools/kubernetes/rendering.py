@@ -120,7 +120,9 @@ def render(
 OVERLAYS = Path("../..")  # path from an overlay of the repository to the shared manifests
 SELF_CONTAINED = Path()  # path from a folder with a copy of the shared manifests
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
-TOKEN_FILE = re.compile(r"/(?:[^/]+/){2,}[^/]+")  # not in / or /etc: the mounted secret hides the folder's other files
+TOKEN_FILE = re.compile(r"/(?:[^/]+/)+[^/]+")
+# Folders of the image; a secret mounted at one of them or above would hide its files.
+SYSTEM_FOLDERS = "/bin /etc/ssl /lib /opt /proc /root /run /sbin /sys /usr/bin /usr/lib /usr/local /var/lib /var/run"
 
 
 def render_into(config: SlipstreamConfig, source: Path, folder: Path) -> tuple[str, ...]:
@@ -218,7 +220,8 @@ def _has_own_folder(token_file: str) -> bool:
     if not TOKEN_FILE.fullmatch(token_file):
         return False
     folder = PurePosixPath(token_file).parent
-    hides = any(PurePosixPath(path).is_relative_to(folder) for path in (MODELS, *WRITABLE_FOLDERS))
+    others = (MODELS, *WRITABLE_FOLDERS, *SYSTEM_FOLDERS.split())
+    hides = any(PurePosixPath(path).is_relative_to(folder) for path in others)
     return not hides and not folder.is_relative_to(MODELS)  # in the read-only volume, nothing can be mounted
 
 

@@ -435,7 +435,8 @@ class World:
         arrivals = [Arrival(assignment.arrived_s, len(assignment.session.committed)) for assignment in self.over]
         commits = after_warm_up(self._commits, self.config.warm_up_tokens)
         settled_s = commits[0].at_s if commits and self.config.warm_up_tokens else 0.0
-        late = [assignment for assignment in assignments if assignment.arrived_s >= settled_s]
+        # Under overload, all sessions arrive before the warm-up ends.
+        late = [assignment for assignment in assignments if assignment.arrived_s >= settled_s] or assignments
         span = max((assignment.ended_s or 0.0 for assignment in self.over), default=0.0) or 1.0
         causes = sum((target.scheduler.counts.dropped for target in self.targets), Counter[str]())
         causes += sum((router.recoveries for router in self.routers), Counter[str]())

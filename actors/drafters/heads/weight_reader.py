@@ -106,7 +106,7 @@ class WeightReader:
         if proposable is None:
             proposable = range(self.config.vocabulary)
         columns = draft_columns(self.files.folder, ids, self.config.vocabulary, proposable)
-        if self.has("d2t"):
+        if self.has("d2t") and self.config.columns < self.config.vocabulary:  # else both may be unset buffers
             self._check_kept(ids)
         return columns
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from actors.models.config_reader import embedding_rows, read_config
+from actors.models.config_reader import check_rope_sections, embedding_rows, read_config
 from cluster.errors import ModelError
 
 LLAMA = {"model_type": "llama"}
@@ -111,6 +111,23 @@ def test_sections_that_agree_are_read(tmp_path, config):
     found = read_config(a_folder(tmp_path, LLAMA | config)).rope_parameters
     assert found["rope_theta"] == 1e6
     assert found["rope_type"] == "yarn"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", "rope_parameters": BASE | {"rope_theta": 1e4}, "rope_scaling": YARN},
+        {"model_type": "ernie4_5", "rope_parameters": BASE | {"rope_theta": 5e5}, "rope_scaling": YARN},
+        {
+            "model_type": "gemma3_text",
+            "rope_parameters": {"full_attention": BASE},
+            "rope_scaling": {"full_attention": BASE},
+        },
+    ],
+    ids=["the default base", "the architecture's default base", "equal sections by layer type"],
+)
+def test_sections_that_leave_the_base_unchanged_are_accepted(tmp_path, config):
+    check_rope_sections(tmp_path, config)
 
 
 def test_an_architecture_that_transformers_has_needs_no_code_of_its_own(tmp_path):

@@ -127,13 +127,12 @@ def secrets_of(pod: dict[str, Any]) -> list[tuple[str, str]]:
     return [(mounted[name]["mountPath"], secret) for name, secret in secrets]
 
 
-def test_every_group_mounts_the_token_at_the_configured_path() -> None:
-    trust = {"insecure": False, "token_file": "/etc/slipstream/token/tokens"}
+@pytest.mark.parametrize("folder", ["/etc/slipstream/token", "/secrets"])
+def test_every_group_mounts_the_token_at_the_configured_path(folder: str) -> None:
+    trust = {"insecure": False, "token_file": f"{folder}/tokens"}
     service = yaml.safe_load(rendered(config(trust=trust), "c.yaml")["rayservice.yaml"])
     groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    assert [secrets_of(group["template"]["spec"]) for group in groups] == [
-        [("/etc/slipstream/token", "slipstream-token")]
-    ] * 3
+    assert [secrets_of(group["template"]["spec"]) for group in groups] == [[(folder, "slipstream-token")]] * 3
 
 
 @pytest.mark.parametrize(
@@ -143,6 +142,8 @@ def test_every_group_mounts_the_token_at_the_configured_path() -> None:
         "secrets/tokens",
         "/tokens",
         "/etc/tokens",
+        "/usr/lib/tokens",
+        "/var/run/tokens",
         "/tmp/tokens",
         "/home/tokens",
         "/home/slipstream/tokens",

@@ -195,6 +195,11 @@ def test_prices_decide_among_fleets_that_keep_up_with_a_rate():
     assert places == sorted(places), text
 
 
+def test_an_overloaded_fleet_has_a_latency_although_all_sessions_arrive_early():
+    result = simulate_briefly(replace(SMALL, arrivals=Poisson(200.0)), CandidateFleet(1, 1, 4, Mode.DRAFT_AHEAD))
+    assert result.latency_s > 0
+
+
 def test_a_price_may_be_zero():
     free = replace(SMALL, prices=Prices(target=0.0, drafter=1.0), ratios=((1, 1),))
     assert recommend(free).best.candidate == NON_SPECULATIVE

@@ -235,6 +235,17 @@ def test_the_rope_of_a_language_model_is_shown(rope: dict[str, Any], shown: str)
     assert causal_facts(replace(files, config=config | {"rope_parameters": rope}), CAUSAL).rope == shown
 
 
+def test_rope_scaling_of_a_language_model_replaces_rope_parameters() -> None:
+    files = read_headers(TARGET)
+    sections = {
+        "rope_theta": 1e6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    }
+    shown = causal_facts(replace(files, config=dict(files.config) | sections), CAUSAL).rope
+    assert shown == "RoPE base 1e+06, linear, factor 4.0"
+
+
 @pytest.mark.parametrize(
     "options",
     [{"output_norm": "both"}, {"states": [0, 3, 7]}, {"layer_ids": "state"}, {"max_positions": 100}],
