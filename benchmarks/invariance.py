@@ -1,4 +1,4 @@
-"""Measures what `model.numerics: invariant` costs on a CPU: step times of both numerics, in turn.
+"""Measures the cost of `model.numerics: invariant` on a CPU: step times of both numerics, interleaved.
 
     python benchmarks/invariance.py [--folder FOLDER] [--tokens 1] [--rounds 5] [--threads 1] [--json FILE]
 

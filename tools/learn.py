@@ -281,7 +281,7 @@ DraftName = Annotated[
 def _learning_pool(
     config_path: Path, overrides: Sequence[str] | None, name: str | None
 ) -> tuple[DraftPool, LearningOptions]:
-    """Returns the draft pool that learns, chosen by `name` if there are several, and its options."""
+    """Returns the draft pool that learns, and its options; `name` is required if there are several."""
     learning = {
         section.removeprefix("drafts."): (pool, pool.learning)
         for section, pool in pools(load(config_path, overrides)).items()
@@ -310,7 +310,7 @@ def _versions(config_path: Path, overrides: Sequence[str] | None, draft: str | N
 
 @contextmanager
 def _examples(learning: LearningOptions) -> Iterator[ExampleStore]:
-    """Opens the examples. Raises ConfigError for a folder without examples, where a store would be created."""
+    """Opens the store of examples. Raises ConfigError if there is none, instead of creating one."""
     if not (Path(learning.folder).expanduser() / FILE).is_file():
         raise ConfigError(f"{learning.folder} has no {FILE}; correct draft.learning.folder, or serve requests first")
     store = ExampleStore.of(learning)
@@ -410,4 +410,4 @@ def forget(
     Console().print(f"{deleted} examples deleted")
     names = load(config_path, overrides).server.keys
     if key is not None and not deleted and key not in names:
-        Console().print(f"{key} is no name in server.keys, which has {', '.join(names) or 'none'}", markup=False)
+        Console().print(f"{key} is not in server.keys, whose names are: {', '.join(names) or 'none'}", markup=False)

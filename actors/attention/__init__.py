@@ -61,7 +61,7 @@ class StepSizes:
 
     tokens: int
     rows: int
-    pages: int  # pages per row
+    pages: int  # length of each row's page table
 
     @classmethod
     def of(cls, flat: FlatRows) -> "StepSizes":

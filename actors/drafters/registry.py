@@ -109,7 +109,7 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded | None:
 
 
 def check_head(draft: DraftPool, target: Path, tokens: Collection[int]) -> None:
-    """Reads the headers of the head in `draft.model` as its loader reads the tensors; proposes only `tokens`.
+    """Runs the loader of the head in `draft.model` on headers alone; the head proposes only `tokens`.
 
     Raises ModelError if tensors are missing, misshapen or unused, or do not match the target in folder `target`.
     """

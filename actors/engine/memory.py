@@ -23,7 +23,7 @@ GRAPH_BYTES = (
 CHAIN_STEP_BYTES = 4 * MIB  # the same estimate per step of a captured chain: a draft model has fewer layers
 LOGIT_BYTES = 4  # sampling computes in float32; a captured step has two copies in 16 bits
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-STAT = "memory.stat"  # beside a limit; cgroup version 1 has total_rss and total_shmem, version 2 anon and shmem
+STAT = "memory.stat"  # in a limit's folder; cgroup version 1 has total_rss and total_shmem, version 2 anon and shmem
 
 
 def page_bytes(model: PreTrainedModel, page_size: int, ranks: int = 1) -> int:
@@ -52,7 +52,7 @@ def page_size_warning(page_size: int, key_value_bytes: int, recurrent_bytes: int
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free memory in bytes, at most the rest of a container's memory limit."""
+    """Returns the free memory in bytes, at most what a container's limit leaves."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -63,7 +63,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _held_bytes(stat: Path) -> int:
-    """Returns a container's bytes that the kernel cannot reclaim without swap; 0 without the file."""
+    """Returns the bytes of a container that the kernel cannot reclaim without swap; 0 if `stat` does not exist."""
     if not stat.is_file():
         return 0
     fields = dict(line.split() for line in stat.read_text().splitlines())

@@ -150,7 +150,7 @@ class Peers:
     """A router's record of one pool: the replicas that accept sessions, and the router's session count on each."""
 
     def __init__(self, router: str) -> None:
-        # Replicas that announced a shutdown; they accept no new sessions; both pools list every leaving peer.
+        # Replicas that announced a shutdown and accept no new sessions; contains those of both pools.
         self.leaving: set[str] = set()
         self._router = router
         self._sessions: Counter[str] = Counter()

@@ -806,8 +806,8 @@ class VerificationScheduler:
         return Refusal(request.session, request.attempt, reason, why) if why else None
 
     def _note_answer(self, session: TargetSequence, answer: Block | NoDraft, tokens: int, now: float) -> None:
-        """Records an answer. Measures its delay unless it is a lookahead block or the drafter's first answer, which
-        includes prefill.
+        """Records an answer and its delay; the delays of lookahead blocks and of a drafter's first answer, which
+        includes prefill, are ignored.
         """
         session.exchange.has_answered = True
         delay_s = session.delay_of(answer, now) if session.drafts.has_drafted else None

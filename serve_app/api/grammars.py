@@ -141,7 +141,7 @@ class OfferedCall:
 
     name: str
     schema: Mapping[str, Any] | None
-    strict: bool  # whether a schema that cannot be enforced is refused, instead of enforced in part
+    strict: bool  # True: refuse a schema that cannot be enforced; False: enforce it as far as possible
 
 
 def arguments_rule(

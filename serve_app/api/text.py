@@ -159,7 +159,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
         """With `keeps_stop`, the matched stop string is released too."""
-        # Sorted. Omits a stop string that begins with another, which always ends first.
+        # Sorted, without strings that begin with another stop string, since that one always ends first.
         self._stops: list[str] = []
         for stop in sorted(set(stops)):
             if not self._stops or not stop.startswith(self._stops[-1]):

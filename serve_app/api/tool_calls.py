@@ -336,7 +336,7 @@ class TaggedArguments:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """Markers of an answer's parts."""
+    """Markers that separate the parts of an answer."""
 
     thinking: tuple[str, str] | None  # markers around reasoning; None if there is none
     special_ids: Mapping[str, int]  # ids of special tokens by text, except those that end answers

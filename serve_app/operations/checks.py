@@ -138,11 +138,11 @@ class ReplicaNeed:
     resources: Mapping[str, float]
     labels: Mapping[str, str]
     replicas: int  # number of replicas that must fit together
-    processes: int = 1  # number of a replica's processes, which divide its GPUs equally
+    processes: int = 1  # per replica; they share its GPUs equally
 
     @property
     def gpu_shares(self) -> list[float]:
-        """GPUs of each process of one replica."""
+        """GPUs needed by each process of a replica."""
         return [self.resources.get("GPU", 0.0) / self.processes] * self.processes
 
     def fits(self, node: Node) -> bool:
@@ -188,9 +188,9 @@ def _satisfies(value: str | None, requirement: str) -> bool:
 
 
 def copies_that_fit(offered: Mapping[str, float], needed: Mapping[str, float], processes: int = 1) -> int:
-    """Returns how many times `needed` fits into `offered`; `processes` divide its GPUs equally.
+    """Returns how many replicas that need `needed` fit into `offered`.
 
-    No process spans two GPUs with a share below 1.
+    A replica's `processes` share its GPUs equally. A process that needs less than one GPU cannot span two.
     """
     times = [(offered.get(name, 0.0) + SLACK) / amount for name, amount in needed.items() if amount > 0]
     share = needed.get("GPU", 0.0) / processes

@@ -110,7 +110,7 @@ def progress_line(messages: Mapping[str, str]) -> str:
 
 
 def step_text(step: str, line: str) -> str:
-    """Returns a status line for a step of the start, with Serve's messages if there are any."""
+    """Returns the status line of a startup step, with Serve's messages if there are any."""
     return escape(f"{step}: {line}" if line else step)
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 2.0  # seconds for other processes to answer; pools with a slower replica are omitted
 
 Families = Sequence[Sequence[Metric]]
-"""Families of each replica of one deployment, with the replica's own labels."""
+"""One deployment's metric families, by replica; each replica adds its own labels."""
 
 Gather = Callable[[], Awaitable[Families]]
 """Collects the families of all replicas of one deployment."""

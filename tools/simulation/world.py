@@ -88,7 +88,7 @@ class SimulationReport:
 def after_warm_up(commits: Sequence[Commit], tokens: int) -> Sequence[Commit]:
     """Returns the commits after the first `tokens` tokens."""
     passed = accumulate(commit.tokens for commit in commits)
-    return commits[sum(1 for count in passed if count <= tokens) :] if tokens else commits
+    return commits[sum(1 for count in passed if count <= tokens) :]
 
 
 def steady_rate(commits: Sequence[Commit]) -> float:

@@ -40,7 +40,7 @@ HEAD = (
 ID_TABLES = ("d2t", "t2d", "token_map")  # small tables of token ids, needed to describe a head
 BORROWED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # others need scales
 QUANTIZATION = "quantization_config"
-META = torch.device("meta")  # of tensors without values
+META = torch.device("meta")  # holds tensors without values
 TIED = "tie_word_embeddings"
 
 Aliases = Sequence[tuple[str, str]]
@@ -135,7 +135,7 @@ def read_head(folder: Path) -> HeadFiles:
 
 
 def read_headers(folder: Path) -> HeadFiles:
-    """Reads a folder like `read_head`, but onto device `meta`; only tables of token ids keep their values.
+    """Reads names, shapes and dtypes of a head's tensors; only tables of token ids have values.
 
     Raises ModelError if the folder contains no checkpoint.
     """

@@ -107,7 +107,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
 
 
 def check_head(draft: DraftPool, target: Path, tokens: Collection[int]) -> None:
-    """Reads the heads' headers as their loader reads the tensors. Raises ModelError if they do not match the target."""
+    """Runs the heads' loader on headers alone. Raises ModelError if the heads do not match the target."""
     files = without_base_model(read_headers(head_folder(draft)))
     config = resolve_medusa(files, target_shape(target))
     medusa_of(files, config, target, torch.float32, META, tokens, PlainProjection)

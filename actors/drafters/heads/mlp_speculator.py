@@ -31,7 +31,7 @@ __all__ = ["check_head", "create", "states_needed"]  # looked up by the registry
 
 EPS = 1e-6  # epsilon of the norms
 ALIASES = ((r"speculator\.", ""),)
-COPY = re.compile(r"(emb|proj|head)\.\d+\.weight|ln\.\d+\.(weight|bias)")  # tensors that tied steps may store again
+COPY = re.compile(r"(emb|proj|head)\.\d+\.weight|ln\.\d+\.(weight|bias)")  # copies that tied steps may store
 TIED_KEYS = ("tie_weights", "tie_wts")  # configuration keys of different publishers
 
 
@@ -136,7 +136,7 @@ def create(draft: DraftPool, setup: DraftSetup) -> DecodedStates:
 
 
 def check_head(draft: DraftPool, target: Path, tokens: Collection[int]) -> None:
-    """Reads the head's headers as its loader reads the tensors. Raises ModelError if they do not match the target."""
+    """Runs the head's loader on headers alone. Raises ModelError if the head does not match the target."""
     files = read_headers(head_folder(draft)).renamed(ALIASES)
     config = resolve_mlp_speculator(files, target_shape(target))
     mlp_speculator_of(files, config, torch.float32, META, tokens, PlainProjection)

@@ -36,7 +36,7 @@ class Rope:
 
 
 def rope_of(config: Mapping[str, Any]) -> Rope:
-    """Reads `rope_parameters` or `rope_scaling`, and `rope_theta`.
+    """Reads a head's RoPE from the keys `rope_parameters`, `rope_scaling` and `rope_theta`.
 
     A base in `rope_parameters`, written by transformers 5, takes precedence over one at the top level. Raises
     ModelError for an unknown RoPE type, and for ambiguous or incomplete parameters.

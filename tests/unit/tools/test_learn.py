@@ -250,6 +250,6 @@ def test_forgetting_a_mistyped_key_names_the_known_ones(config: Path, tmp_path: 
     known = f"--set=server.keys={{ours: {{sha256: '{64 * '0'}'}}, theirs: {{sha256: '{64 * '1'}'}}}}"
     given = ["learn", "forget", str(config), known, "--set", f"draft.learning.folder={tmp_path / 'learning'}"]
     output = runner.invoke(app, [*given, "--key", "uors"]).output
-    assert "0 examples deleted\nuors is no name in server.keys, which has ours, theirs" in output
+    assert "0 examples deleted\nuors is not in server.keys, whose names are: ours, theirs" in output
     assert runner.invoke(app, [*given, "--key", "theirs"]).output == "0 examples deleted\n"
     assert runner.invoke(app, [*given, "--key", "ours"]).output == "3 examples deleted\n"

@@ -30,7 +30,7 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 OUTPUTS_KEY = "target_layer_ids"
 IDS_SUFFIX = "layer_ids"  # ends every publisher's key of layer ids
 SECTION = "eagle_config"
-SECTION_KEY = "layer_ids"  # of states, in the section, as in vLLM
+SECTION_KEY = "layer_ids"  # key of the states' numbers in `eagle_config`, as in vLLM
 FIRST_OF_STATES = 2  # lowest default id for states; for outputs, it is 1
 
 
@@ -232,7 +232,7 @@ class EagleConfig:
     head_dim: int
     eps: float  # epsilon of the norms
     rope: Rope
-    max_positions: int  # where drafting ends
+    max_positions: int  # drafting stops at this position
     vocabulary: int  # vocabulary size of the target
     columns: int  # logit columns: size of the draft vocabulary
     target_hidden: int
@@ -245,7 +245,7 @@ class EagleConfig:
     lm_head: WeightSource
     mask_token: int | None  # P-EAGLE: mask token for several tokens per forward
     hides_first: bool = False  # the embedding at position 0 is replaced by zeros
-    guesses_states: bool = False  # neither the head nor the user selects the states
+    guesses_states: bool = False  # True if neither the head's configuration nor the user's names the states
 
     def describe(self) -> list[str]:
         """Describes the resolved configuration, one fact per line."""

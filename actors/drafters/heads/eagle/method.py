@@ -54,7 +54,7 @@ def states_needed(draft: DraftPool, target: Path) -> StatesNeeded:
 
 
 def check_head(draft: DraftPool, target: Path, tokens: Collection[int]) -> None:
-    """Reads the head's headers as its loader reads the tensors. Raises ModelError if they do not match the target."""
+    """Runs the head's loader on headers alone. Raises ModelError if the head does not match the target."""
     files = canonical(read_headers(head_folder(draft)))
     config = resolve(files, target_shape(target), overrides_of(draft.eagle))
     EagleReader(files, target, config, torch.float32, META, PlainProjection).weights(tokens)
