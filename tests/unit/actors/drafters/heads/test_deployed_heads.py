@@ -428,7 +428,7 @@ def test_a_head_that_cannot_replace_the_one_in_use_is_refused(
         method.prepare_weights(altered(tmp_path, FIXTURES[name], change))
 
 
-@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize("method", sorted(HEADS))
 def test_heads_are_checked_by_their_headers(tmp_path: Path, method: str) -> None:
     check_head(a_draft(method, checkpoint(FIXTURES[method])), TARGET, ALL_TOKENS)
     for name, change in (("missing", without(CHECKED[method])), ("more", lambda t: t | {"gate": torch.ones(1)})):
