@@ -57,6 +57,18 @@ MACHINES = {
         contention=0.03,
         noise=0.1,
     ),
+    # The same on a processor with AVX2 alone, which multiplies bfloat16 row by row.
+    "avx2": Machine(
+        CostModel(
+            target=ForwardCost(
+                by_tokens=((1, 0.052), (2, 0.093), (4, 0.15), (8, 0.29), (16, 0.53), (32, 1.0), (64, 2.0), (128, 4.0))
+            ),
+            draft=DraftCost(forward=ForwardCost.linear(0.005, per_row_s=0.0006), per_pass_s=0.002),
+            hop_s=0.002,
+        ),
+        contention=0.03,
+        noise=0.1,
+    ),
     # An 8B model in captured steps and a 1B draft on another GPU.
     "gpu": Machine(
         CostModel(

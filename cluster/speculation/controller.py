@@ -107,7 +107,7 @@ class Adaptive:
     def decide(self, drafts: DraftValue, limit: int, load: Load, now: float) -> DraftingDecision:
         """Returns the best request for the session's level. If steps would not wait for it, a probe may replace it.
 
-        A probe continues while the target accepts its tokens.
+        A probe continues while its accepted tokens are worth its cost.
         """
         if load is not self._load:
             if not self._load.speculates:
@@ -115,15 +115,15 @@ class Adaptive:
             self._load = load
             self._decisions = {}
         if not load.speculates:
-            drafts.probe_in_flight = False
+            drafts.probe_tokens = 0
             return NO_DRAFT
         level = drafts.level
         decision = self._decisions.get((level, limit))
         if decision is None:
             decision = self._decisions[level, limit] = best_request(level, limit, load)
         if decision.hold_step:
-            if drafts.probe_in_flight:
-                drafts.probe_in_flight = False
+            if drafts.probe_tokens:
+                drafts.probe_tokens = 0
                 self._probes.reset()
             return decision
         return self._probe(drafts, limit, decision, now)
@@ -152,9 +152,10 @@ class Adaptive:
         """
         load = self._load
         least_s = MIN_PROBE_STEPS * load.step.non_speculative_s(load.sessions)
-        if drafts.probe_in_flight:
-            drafts.probe_in_flight = False
-            if drafts.accepted > waiting_cost(load) * drafts.delay_s:
+        if drafts.probe_tokens:
+            verified_s = sum(load.token_s[: drafts.probe_tokens])
+            drafts.probe_tokens = 0
+            if drafts.accepted > waiting_cost(load) * drafts.delay_s + load.rate * verified_s:
                 drafts.log_odds = max(0.0, drafts.log_odds)
                 self._probes.reset()
             else:
@@ -169,7 +170,7 @@ class Adaptive:
         drafts.awaits_first_answer = not drafts.has_drafted
         if drafts.awaits_first_answer:
             return DraftingDecision(tokens)
-        drafts.probe_in_flight = True
+        drafts.probe_tokens = tokens
         worth = max(float(tokens), load.non_speculative_rate * TRIAL_SHARE * self._probes.pause_s)
         return DraftingDecision(tokens, worth, decision.least_chance, hold_step=True)
 

@@ -153,7 +153,7 @@ class DraftValue:
     has_hit: bool = False  # True if the next block had already arrived at the latest verdict
     is_attached: bool = False  # True if a drafter has attached
     awaits_first_answer: bool = False  # True if a probe is due after the drafter's first answer
-    probe_in_flight: bool = False  # True if the latest request was a probe
+    probe_tokens: int = 0  # draft length of the latest request if it was a probe
     was_requested: bool = False  # True if the latest verdict came with a request
 
     @property

@@ -177,6 +177,16 @@ def test_a_probe_goes_on_while_its_tokens_are_accepted():
     assert not policy.decide(drafts, 4, USELESS, 100.0).tokens
 
 
+def test_a_probe_ends_if_verifying_costs_more_than_its_accepted_tokens_are_worth():
+    dear = StepCost(ForwardCost.linear(0.04, per_token_s=0.06))  # two more tokens cost 1.2 steps
+    load = replace(USELESS, step=dear, gain=1.0)
+    policy = Adaptive()
+    drafts = drafting()
+    assert policy.decide(drafts, 4, load, 100.0).tokens == 2
+    drafts.round_ended(1, is_missed=False, has_hit=False)
+    assert not policy.decide(drafts, 4, load, 100.1).tokens
+
+
 # ---------------------------------------------------------------- lock step
 
 
