@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FASTEST_ROWS = 4  # with fewer rows, oneDNN takes up to 25 % longer
+WIDENED_ROWS = 4  # one row takes a quarter of the time of widening the weights
+WIDENED_BYTES = 2**20  # of float32 weights at once; fits the second-level cache
 
 
 class Projection(Protocol):
@@ -79,6 +81,36 @@ class PackedProjection:
             x, other = (F.pad(part, (0, 0, 0, FASTEST_ROWS - rows)) for part in (x, other))
         y: Tensor = self._linear_binary(x, other, self._weight, self._bias, "add")
         return y.narrow(-2, 0, rows)
+
+
+class WidenedProjection:
+    """Multiplies 16-bit weights in float32, some outputs at a time, for processors without 16-bit products.
+
+    There, torch multiplies 16-bit matrices row by row: 64 rows take six times as long as here. Fewer than WIDENED_ROWS
+    rows, for which widening takes longer, are multiplied as stored and round differently.
+    """
+
+    fastest_rows = 1
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._plain = PlainProjection(weight, bias)
+        self._blocks = torch.split(weight, max(1, WIDENED_BYTES // (4 * weight.shape[1])))
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[:-1].numel() < WIDENED_ROWS:
+            return self._plain(x)
+        return self._product(x).to(x.dtype)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        if x.shape[:-1].numel() < WIDENED_ROWS:
+            return self._plain.plus(x, other)
+        return self._product(x).add_(other).to(x.dtype)
+
+    def _product(self, x: Tensor) -> Tensor:
+        x = x.float()
+        y = torch.cat([F.linear(x, block.float()) for block in self._blocks], -1)
+        return y if self._bias is None else y.add_(self._bias)
 
 
 class TiledProjection:
@@ -256,13 +288,28 @@ class SharedProjection:
         return self(x) + other
 
 
+def processor_multiplies(dtype: torch.dtype) -> bool:
+    """Returns whether this processor multiplies matrices of this dtype directly.
+
+    Without AVX-512, processors convert 16-bit floats first.
+    """
+    if dtype is torch.bfloat16:
+        return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
+
+
 def can_pack(weight: Tensor) -> bool:
     """Returns whether torch and the processor support the packed product of this weight."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
-    if weight.dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype is torch.float32
+    return weight.dtype in (torch.bfloat16, torch.float32) and processor_multiplies(weight.dtype)
+
+
+def is_widened(weight: Tensor) -> bool:
+    """Returns whether several rows are multiplied faster in float32 than in the weight's dtype."""
+    return weight.device.type == "cpu" and not processor_multiplies(weight.dtype)
 
 
 def can_round(device: torch.device) -> bool:
@@ -284,6 +331,13 @@ def four_bit(weight: Tensor, bias: Tensor | None = None) -> Projection:
 
 def projection(weight: Tensor, bias: Tensor | None = None) -> Projection:
     """Returns the fastest product for weights of shape (outputs, inputs)."""
+    if is_widened(weight):
+        return WidenedProjection(weight.detach(), None if bias is None else bias.detach())
+    return uniform_projection(weight, bias)
+
+
+def uniform_projection(weight: Tensor, bias: Tensor | None = None) -> Projection:
+    """Returns the fastest product that uses the same kernel for any number of rows."""
     weight = weight.detach()
     bias = bias.detach() if bias is not None else None
     return PackedProjection(weight, bias) if can_pack(weight) else PlainProjection(weight, bias)
@@ -303,7 +357,7 @@ class InvariantProducts:
     the largest tile within which this processor multiplies rows alike; weights of one shape share a trial.
     """
 
-    def __init__(self, product: Product = projection) -> None:
+    def __init__(self, product: Product = uniform_projection) -> None:
         self._product = product
         self._tiles: dict[tuple[torch.Size, torch.dtype, bool], int] = {}
 
@@ -351,7 +405,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, product: Product = projection) -> None:
-    """Replaces every `nn.Linear` of a model that can be packed; a tied embedding keeps its own copy of the weights.
+    """Replaces every `nn.Linear` of a model that can be packed or widened; a tied embedding keeps its own weights.
 
     With another product than `projection`, replaces all of them, on every device. Skips layers whose weight is read
     directly by the model's code, as in some mixture-of-experts routers.
@@ -362,7 +416,7 @@ def pack_linears(model: nn.Module, product: Product = projection) -> None:
         for own_name, child in parent.named_children()
         if type(child) is nn.Linear
         and _is_plain(child)
-        and (can_pack(child.weight) or product is not projection)
+        and (can_pack(child.weight) or is_widened(child.weight) or product is not projection)
         and not _reads_weight(type(parent), own_name)
     ]
     for name in names:

@@ -16,6 +16,7 @@ from actors.compute.linear import (
     PackedProjection,
     PlainProjection,
     TiledProjection,
+    WidenedProjection,
     can_pack,
     can_round,
     float_eight,
@@ -50,6 +51,25 @@ def test_a_packed_product_equals_the_plain_one(rows, with_bias, dtype, tolerance
         kept = other.clone()
         torch.testing.assert_close(packed.plus(x, other), expected + other, atol=3 * tolerance, rtol=tolerance)
         torch.testing.assert_close(other, kept, msg="what is added to must stay: it may be used again")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 16), (700, 1000)], ids=["one block", "several blocks"])
+def test_widened_products_round_only_their_result(rows, with_bias, dtype, outputs, inputs):
+    torch.manual_seed(1)
+    weight = torch.randn(outputs, inputs, dtype=dtype)
+    bias = torch.randn(outputs, dtype=dtype) if with_bias else None
+    widened = WidenedProjection(weight, bias)
+    x = torch.randn(1, rows, inputs, dtype=dtype)
+    other = torch.randn(1, rows, outputs, dtype=dtype)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 2 * torch.finfo(dtype).eps * inputs**0.5}
+    torch.testing.assert_close(widened(x), exact.to(dtype), **close)
+    kept = other.clone()
+    torch.testing.assert_close(widened.plus(x, other), (exact + other).to(dtype), **close)
+    torch.testing.assert_close(other, kept, msg="what is added to must stay: it may be used again")
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
