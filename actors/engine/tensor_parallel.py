@@ -38,7 +38,7 @@ from actors.attention.select_backend import (
 from actors.compute.collectives import Group, SingleRank, join
 from actors.compute.hidden_states import CaptureSpec, StateCapture, StateProjection
 from actors.compute.kv_cache import InputRow
-from actors.compute.linear import GPU_TILE, InvariantProducts, projection
+from actors.compute.linear import GPU_TILE, InvariantProducts, processor_multiplies, projection
 from actors.engine.executor import StepExecutor, within
 from actors.engine.forward_codec import decode_forward, encode_forward
 from actors.engine.invariance import InvarianceCheck
@@ -224,6 +224,12 @@ class Rank:
         loaded = load(Path(spec.folder), spec.dtype, device, self._group)
         self._model = loaded.model
         dtype = str(loaded.model.dtype).removeprefix("torch.")
+        if self._index == 0 and device.type == "cpu" and not processor_multiplies(loaded.model.dtype):
+            log.warning(
+                "this processor does not multiply %s directly: verifying a block takes up to three times as long as in"
+                " float32; set model.dtype to float32 if twice the memory is available",
+                dtype,
+            )
         if dtype != spec.dtype and self._captured and self._captured.load_projection:
             raise ModelError(
                 f"{spec.folder} computes in {dtype}, so its hidden states cannot be projected in {spec.dtype}; set"

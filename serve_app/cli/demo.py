@@ -123,6 +123,15 @@ Convert = Callable[[Path, Path, Step], None]
 STEPS = 3
 
 
+def fast_dtype() -> str:
+    """Returns the demo's usual dtype, bfloat16, or float32 if this processor multiplies bfloat16 slowly."""
+    import torch
+
+    from actors.compute.linear import processor_multiplies
+
+    return "bfloat16" if processor_multiplies(torch.bfloat16) else "float32"
+
+
 def demo_config(overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> SlipstreamConfig:
     """Returns the demo's configuration, from the installed package."""
     return load_config(CONFIG, overrides, environment)

@@ -315,13 +315,14 @@ def load_demo(
     console: Console,
     defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> SlipstreamConfig:
-    """Returns the demo's configuration, with its target model prepared.
+    """Returns the demo's configuration, with its target model prepared, in a dtype that this processor multiplies fast.
 
     `defaults` are environment variables; those that are set win.
     """
-    from serve_app.cli.demo import demo_config, prepare_target
+    from serve_app.cli.demo import demo_config, fast_dtype, prepare_target
 
-    config = demo_config([*(overrides or []), *_port_override(port)], {**defaults, **os.environ})
+    environment = {f"{ENVIRONMENT_PREFIX}MODEL__DTYPE": fast_dtype(), **defaults, **os.environ}
+    config = demo_config([*(overrides or []), *_port_override(port)], environment)
     prepare_target(Path(config.model.target), console)
     return config
 

@@ -4,10 +4,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
+from actors.compute.linear import processor_multiplies
 from cluster.errors import ModelError
-from serve_app.cli.demo import Step, demo_config, find_gguf, make_folder, prepare_target, require_reader
+from serve_app.cli.demo import Step, demo_config, fast_dtype, find_gguf, make_folder, prepare_target, require_reader
 from serve_app.cli.main import SHOWN_DEFAULTS, load_demo
 from serve_app.demo_data import FOLDER
 
@@ -115,3 +117,13 @@ def test_environment_variables_override_the_numerics_of_the_demo(
     assert load_demo(None, 0, Console(quiet=True), SHOWN_DEFAULTS).model.numerics == "invariant"
     monkeypatch.setenv("SLIPSTREAM__MODEL__NUMERICS", "fast")
     assert load_demo(None, 0, Console(quiet=True), SHOWN_DEFAULTS).model.numerics == "fast"
+
+
+def test_the_demo_computes_in_a_dtype_that_the_processor_multiplies_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert processor_multiplies(getattr(torch, fast_dtype()))
+    monkeypatch.setenv("SLIPSTREAM__MODEL__TARGET", str(tmp_path))
+    assert load_demo(None, 0, Console(quiet=True)).model.dtype == fast_dtype()
+    monkeypatch.setenv("SLIPSTREAM__MODEL__DTYPE", "float16")
+    assert load_demo(None, 0, Console(quiet=True)).model.dtype == "float16"
