@@ -1,6 +1,6 @@
 """Measures the cost of `model.numerics: invariant` on a CPU: step times of both numerics, interleaved.
 
-    python benchmarks/invariance.py [--folder FOLDER] [--tokens 1] [--rounds 5] [--threads 1] [--json FILE]
+    python benchmarks/invariance.py [--folder FOLDER] [--dtype float32] [--tokens 1] [--rounds 5] [--json FILE]
 
 Loads the model once with each of the numerics and compares forwards of the same rows, `--tokens` per request. Requests
 have contexts of unlike lengths, which invariant attention must pad. Reports medians of a step in milliseconds, and the
@@ -51,17 +51,17 @@ class Cell:
     high: float
 
 
-def load_runner(folder: Path, *, is_invariant: bool) -> ModelRunner:
-    model = load_model(folder, "bfloat16", torch.device("cpu")).eval()
+def load_runner(folder: Path, dtype: str, *, is_invariant: bool) -> ModelRunner:
+    model = load_model(folder, dtype, torch.device("cpu")).eval()
     context = CONTEXTS[-1] + SPREAD + CHUNK
     attention = invariant_attention(attention_shape(model, PAGE)) if is_invariant else None
     decoder = decoder_for(model, InvariantProducts() if is_invariant else projection, context)
     return ModelRunner(model, REQUESTS[-1] * -(-context // PAGE), PAGE, attention, decoder, context=context)
 
 
-def rows_of(runners: tuple[ModelRunner, ...], requests: int, context: int, tokens: int, seed: int) -> list[InputRow]:
+def rows_of(runners: tuple[ModelRunner, ...], requests: int, context: int, tokens: int) -> list[InputRow]:
     """Fills the caches of all runners; returns the rows of the next step."""
-    drawn = random.Random(seed)
+    drawn = random.Random(0)
     pages = -(-(context + SPREAD + tokens) // PAGE)
     rows = []
     for request in range(requests):
@@ -88,10 +88,9 @@ def step_times(runners: tuple[ModelRunner, ...], rows: list[InputRow]) -> list[f
 
 
 def measure(runners: tuple[ModelRunner, ...], requests: int, context: int, tokens: int, rounds: int) -> Cell:
+    rows = rows_of(runners, requests, context, tokens)
     label = f"{requests} requests, {context} tokens"
-    found = []
-    for seed in track(range(rounds), label, console=Console(stderr=True)):
-        found.append(step_times(runners, rows_of(runners, requests, context, tokens, seed)))
+    found = [step_times(runners, rows) for _ in track(range(rounds), label, console=Console(stderr=True))]
     fast, invariant = (statistics.median(times) for times in zip(*found, strict=True))
     return Cell(requests, context, fast, invariant, *mean_ratio([slow / quick for quick, slow in found]))
 
@@ -99,6 +98,7 @@ def measure(runners: tuple[ModelRunner, ...], requests: int, context: int, token
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="model; default: the demo's target")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=1, help="tokens per request and step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -110,7 +110,7 @@ def main() -> None:
         folder = Path(demo_config().model.target).expanduser()
         prepare_target(folder, Console(stderr=True))
     with torch.inference_mode():
-        runners = load_runner(folder, is_invariant=False), load_runner(folder, is_invariant=True)
+        runners = tuple(load_runner(folder, arguments.dtype, is_invariant=invariant) for invariant in (False, True))
         cells = [
             measure(runners, requests, context, arguments.tokens, arguments.rounds)
             for context in CONTEXTS
