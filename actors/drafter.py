@@ -320,7 +320,7 @@ class Drafter:
     def _dial(self, address: str, target: Identity) -> None:
         if address in self._targets:
             return
-        self._targets[address] = Link(
+        self._targets[address] = link = Link(
             address,
             PeerRole.TARGET,
             self._access.credentials,
@@ -329,7 +329,7 @@ class Drafter:
             hello=lambda: Hello(self.peer_id, target.vocabulary, target.target_model),
             on_up=lambda: self._target_up(address),
             on_frame=lambda frame: self.receive(address, frame),
-            on_down=lambda: self.scheduler.gone(address),
+            on_down=lambda: self._target_down(link),
         )
         if self._limits.states is not None:
             self._dial_feed(address, target)
@@ -351,6 +351,7 @@ class Drafter:
 
     def _drop_unused_targets(self) -> None:
         for address in self._targets.keys() - self.scheduler.targets:
+            self.scheduler.gone(address)
             for link in (self._targets.pop(address), self._feeds.pop(states_stream(address), None)):
                 if link is not None:
                     closing = asyncio.create_task(link.close())
@@ -360,6 +361,11 @@ class Drafter:
     def _target_up(self, address: str) -> None:
         self._send(self.scheduler.connected(address))
         self._start_pass()
+
+    def _target_down(self, link: Link) -> None:
+        """Handles a broken stream; ignores a dropped link, because the next link to its target may already be up."""
+        if self._targets.get(link.address) is link:
+            self.scheduler.gone(link.address)
 
     def _feed_up(self, address: str) -> None:
         """Handles a new stream for hidden states: requests again what the previous stream may have lost."""

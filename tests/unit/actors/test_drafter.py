@@ -22,9 +22,23 @@ from cluster.drafting.requests import LookaheadRequest, Proposal
 from cluster.drafting.session_table import DrafterLimits
 from cluster.trust import PeerRole
 from protos import speculation_pb2 as pb
-from protos.codec import Decoded, decode
+from protos.codec import Decoded, decode, encode
 from protos.draft_tree import DraftTree
-from protos.messages import Close, DraftRequest, Hello, Identity, Open, Refusal, RefusalReason, Shape, Verdict, Welcome
+from protos.messages import (
+    Attach,
+    Block,
+    Close,
+    DraftRequest,
+    Hello,
+    Identity,
+    Message,
+    Open,
+    Refusal,
+    RefusalReason,
+    Shape,
+    Verdict,
+    Welcome,
+)
 from protos.prefix import Prefix
 from tests.toys import ToyRunner
 from tests.unit.cluster.samples import KEY, an_open
@@ -321,3 +335,75 @@ async def test_weights_are_exchanged_on_the_drafting_thread_and_drafting_ahead_m
         assert drafter.scheduler.sessions.load_check.expected == 0.8
         assert not drafter.timing.read, "all prompts are read again"
         method.stop.set()
+
+
+class TargetStream:
+    """One connection to a target: the channel, its stream, and the messages received on it."""
+
+    def __init__(self, closed: asyncio.Event) -> None:
+        self.received: list[Message] = []
+        self.sent: asyncio.Queue[Any] = asyncio.Queue()
+        self.is_closing = False
+        self.is_closed = False
+        self._closed = closed
+
+    @property
+    def has_attached(self) -> bool:
+        return any(isinstance(message, Attach) for message in self.received)
+
+    async def __aenter__(self) -> "TargetStream":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.is_closing = True
+        await self._closed.wait()
+        self.is_closed = True
+
+    def stream_stream(self, *method: Any, **options: Any) -> Callable[..., "TargetStream"]:
+        return lambda **metadata: self
+
+    unary_unary = stream_stream
+
+    async def write(self, frame: Any) -> None:
+        self.received += decode(frame).messages
+
+    async def read(self) -> Any:
+        return encode(pb.TargetToDrafter, await self.sent.get())
+
+    def send(self, *messages: Message) -> None:
+        self.sent.put_nowait(messages)
+
+
+class SlowlyClosing:
+    """Credentials of a target that welcomes every caller, and whose connections take time to close."""
+
+    metadata = ()
+
+    def __init__(self) -> None:
+        self.streams: list[TargetStream] = []
+        self.closed = asyncio.Event()
+
+    def dial(self, address: str, peer: PeerRole) -> TargetStream:
+        stream = TargetStream(self.closed)
+        stream.send(Welcome("target"))
+        self.streams.append(stream)
+        return stream
+
+
+async def test_the_end_of_an_unused_connection_does_not_detach_sessions_on_the_next_one():
+    target: Any = SlowlyClosing()
+    drafter = a_drafter(OneToken(), access=TargetAccess(credentials=target))
+    async with drafting(drafter) as (router, _):
+        drafter.receive(router, Decoded((to_open("a"),)))
+        await until(lambda: len(target.streams) == 1 and target.streams[0].has_attached)
+        drafter.receive(router, Decoded((Close("a", 1),)))
+        await until(lambda: target.streams[0].is_closing)
+        drafter.receive(router, Decoded((to_open("b"),)))
+        await until(lambda: len(target.streams) == 2 and target.streams[1].has_attached)
+        target.closed.set()
+        await until(lambda: target.streams[0].is_closed)
+        prefix = Prefix(KEY, (1, 2))
+        verdict = Verdict("b", 1, prefix.length, prefix.hash, (3,), 0, 0)
+        prefix.append(3)
+        target.streams[1].send(verdict, DraftRequest("b", 1, prefix.length, prefix.hash, 4))
+        await until(lambda: any(isinstance(m, Block) and m.base_len == 3 for m in target.streams[1].received))
