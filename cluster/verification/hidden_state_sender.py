@@ -4,9 +4,9 @@ The cache pages serve as the queue: unsent states stay there and are read only w
 Pure; the engine reads the pages.
 
 If pages keep no states, the states of the latest step are sent before the next step. Missing earlier states are
-recomputed by a rollback of the session to the first missing position. A drafter without states can announce the latest
-acceptable start, which limits the recomputation. If a drafter lacks capacity twice for the states of the same tokens,
-its feed stops until it attaches again.
+recomputed by a rollback of the session to the page of the first missing position. A drafter without states can announce
+the latest acceptable start, which limits the recomputation. If a drafter lacks capacity twice for the states of the
+same tokens, its feed stops until it attaches again.
 """
 
 from collections import Counter
@@ -91,8 +91,10 @@ class StateRecompute:
             session.feed = None
             self.lost += 1
             return
-        self.recomputed += session.cache.length - feed.sent
-        session.cache.length = feed.sent
+        # Whole pages, because a copy of a shared page could need one page more than the cache has.
+        start = feed.sent - feed.sent % self._page_size
+        self.recomputed += session.cache.length - start
+        session.cache.length = start
 
 
 VERDICT_STATES_BYTES = 256 << 10  # maximum bytes of earlier states per verdict: 2 ms at 1 Gbit/s

@@ -146,7 +146,7 @@ def test_a_prefix_hit_is_recomputed_without_changing_the_text():
 
 @pytest.mark.parametrize(
     ("by", "first", "recomputed"),
-    [(9, 9, 3), (12, 12, 0), (14, 12, 0), (0, 0, 12)],
+    [(9, 9, 4), (12, 12, 0), (14, 12, 0), (0, 0, 12)],
     ids=["some", "none", "later", "all"],
 )
 def test_a_prefix_hit_is_recomputed_only_from_where_a_drafter_may_begin(by, first, recomputed):
@@ -159,6 +159,18 @@ def test_a_prefix_hit_is_recomputed_only_from_where_a_drafter_may_begin(by, firs
     assert (states.first, states.end) == (first, len(LONGER))
     check(states, LONGER)
     assert harness.recomputed == recomputed
+
+
+def test_a_session_that_fills_the_cache_ends_although_states_within_a_shared_page_are_recomputed():
+    """A copy of the shared page would need one page more than the cache has."""
+    harness = RecomputeHarness(pages=8, page_size=4)
+    prompt = tuple(range(28))
+    harness.open(tokens=prompt, max_len=32)
+    harness.step()
+    harness.attach_from((*prompt, *text(prompt, 1)), 5)
+    harness.step()
+    assert harness.scheduler.next_due() == harness.now
+    assert harness.finish() == {"s": text(prompt, 4)[2:]}
 
 
 def test_a_late_drafter_may_begin_within_the_text():
