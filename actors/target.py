@@ -24,11 +24,11 @@ from cluster.page_allocator import SessionMemory
 from cluster.speculation.controller import PacingPolicy
 from cluster.telemetry import Timeline
 from cluster.trust import Refusals, ownership_refusal
-from cluster.verification.scheduler import VerificationLimits, VerificationScheduler
+from cluster.verification.scheduler import STOPPING_MESSAGE, VerificationLimits, VerificationScheduler
 from cluster.verification.step import StepPlan
 from cluster.watchdog import TimeoutPolicy, Watchdog
 from protos.codec import Decoded
-from protos.messages import Block, Close, Hello, Identity, Message, Open, Refusal, RefusalReason, Welcome
+from protos.messages import Block, Close, Hello, Identity, Leaving, Message, Open, Refusal, RefusalReason, Welcome
 
 Prepare = Callable[[str], Awaitable[str | None]]
 """Compiles a grammar for the engine; returns an error message, or None on success."""
@@ -88,6 +88,16 @@ class GrammarGate:
         for name, held in list(self._held.items()):
             if held.router == router:
                 self._drop(name)
+
+    def refuse_all(self, why: str) -> list[Send]:
+        """Drops all held sessions because of a planned shutdown; returns their refusals."""
+        held = list(self._held.values())
+        for each in held:
+            self._drop(each.open.session)
+        refusals = [
+            (each.router, Refusal(each.open.session, each.open.attempt, RefusalReason.OVERLOADED, why)) for each in held
+        ]
+        return [*refusals, *((router, Leaving()) for router in dict.fromkeys(each.router for each in held))]
 
     @property
     def is_empty(self) -> bool:
@@ -259,7 +269,7 @@ class TargetReplica:
 
         After `within_s` seconds, refuses the remaining sessions; routers reopen them elsewhere.
         """
-        self._send(self.scheduler.leave())
+        self._send([*self._gate.refuse_all(STOPPING_MESSAGE), *self.scheduler.leave()])
         self._changed.set()
         try:
             async with asyncio.timeout(within_s):
@@ -319,7 +329,7 @@ class TargetReplica:
             if isinstance(message, Block):
                 self.timeline.record("block", message.session)
             self._tracer.on_received(stream, message)
-            answers = self._gate.intercept(stream, message)
+            answers = None if self.scheduler.is_leaving else self._gate.intercept(stream, message)
             self._send(self.scheduler.receive(stream, message, now) if answers is None else answers)
         self._changed.set()
         return self.scheduler.counts.unrequested - before

@@ -8,9 +8,9 @@ import pytest
 
 from actors.target import GrammarGate, TargetReplica
 from cluster.trust import Refusals, ownership_refusal
-from cluster.verification.scheduler import VerificationLimits
+from cluster.verification.scheduler import STOPPING_MESSAGE, VerificationLimits
 from protos.codec import Decoded
-from protos.messages import Close, Hello, LiveSession, Refusal, RefusalReason
+from protos.messages import Close, Hello, Leaving, LiveSession, Refusal, RefusalReason, Welcome
 from tests.unit.actors.sampling.processor_opens import opened
 
 
@@ -234,3 +234,20 @@ async def test_a_session_has_one_owner_while_held_and_after_admission():
     full = Refusal("one too many", 2, RefusalReason.OVERLOADED, "1 sessions wait for their grammars already")
     assert refused == [ownership_refusal(theirs), full, ownership_refusal(theirs)]
     assert replica.scheduler.refusals.counts == {"an Open of another router's session": 2}
+
+
+async def test_a_target_that_leaves_refuses_the_sessions_that_wait_for_grammars():
+    """A router would otherwise see a lost target, because the target ends before it has compiled the grammar."""
+    target = Target()
+    limits = VerificationLimits(50, max_context=1000, max_sessions=4, max_step_tokens=64)
+    replica = TargetReplica(target, limits, "v", "m", step_timeout_s=30)
+    router, outbox = replica.router_up(Hello("r", "v", "m"))
+    replica.receive(router, Decoded((REQUEST,)))
+    loop = asyncio.create_task(replica.run())
+    await replica.leave(10)
+    replica.receive(router, Decoded((replace(REQUEST, session="later"),)))
+    refusals = [Refusal(name, 1, RefusalReason.OVERLOADED, STOPPING_MESSAGE) for name in ("s", "later")]
+    assert [each for each in await outbox.take() if not isinstance(each, Welcome | Leaving)] == refusals
+    assert replica.is_idle
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
