@@ -199,9 +199,16 @@ class OrphanBuffer:
             waiting.attach = attach
 
     def detach(self, drafter: str, session: str) -> None:
-        """Drops the Attach of a drafter that left the session before its Open arrived."""
-        if waiting := self._waiting.get((session, drafter)):
-            waiting.attach = None
+        """Drops the Attach of a drafter that left the session before its Open arrived, or after its end.
+
+        Blocks stay valid unless the session has ended.
+        """
+        waiting = self._waiting.get((session, drafter))
+        if waiting is None:
+            return
+        waiting.attach = None
+        if not waiting.blocks or session in self._ended:
+            self._discard(self._remove(session, drafter), "ended")
 
     def block(self, drafter: str, block: Block, now: float) -> None:
         if block.session in self._ended and (block.session, drafter) not in self._waiting:

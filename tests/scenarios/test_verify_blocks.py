@@ -576,6 +576,32 @@ def test_a_drafter_that_floods_unknown_sessions_fills_only_its_own_space():
     """)
 
 
+def test_a_drafter_that_leaves_a_session_has_space_for_the_next_one():
+    """Short sessions often end before their drafter attaches."""
+    Target(buffer=BufferLimits(sessions=1)).run("""
+        router#1: Open ended 1,2 max_len=3
+        step -> router#1 <- Verdict ended 1,2 +23 finish=length
+        drafter#1: Attach ended 1,2
+        drafter#1: Block ended 1,2 :5
+        drafter#1: Detach ended
+        drafter#1: Attach unopened 1,2
+        drafter#1: Detach unopened
+        drafter#1: Attach s 1,2
+        router#1: Open s 1,2 -> drafter#1 <- DraftRequest s 1,2 max_tokens=4
+        show dropped -> dropped=ended:1
+    """)
+
+
+def test_blocks_of_a_drafter_that_leaves_before_the_open_stay_valid():
+    Target().run("""
+        drafter#1: Attach s 1,2
+        drafter#1: Block s 1,2 :23
+        drafter#1: Detach s
+        router#1: Open s 1,2
+        step -> router#1 <- Verdict s 1,2 +23,35 accepted=1 drafted=1 answer=given
+    """)
+
+
 # ---------------------------------------------------------------- trees
 
 
