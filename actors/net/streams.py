@@ -18,6 +18,7 @@ from google.protobuf.message import Message as ProtoMessage
 from actors.net.credentials import Credentials, Metadata
 from cluster.errors import ProtocolError
 from cluster.trust import PeerRole
+from cluster.verification.hidden_state_sender import UNSTORED_WINDOW_BYTES
 from protos.codec import Decoded, decode, encode, encoded_bytes, message_count, overtakes
 from protos.messages import MAX_STATES_BYTES, PROTOCOL_VERSION, Hello, Identity, Message, Welcome
 
@@ -42,7 +43,7 @@ async def wait_until_any_ends(*coroutines: Any) -> None:
 log = logging.getLogger(__name__)
 
 OUTBOX_LIMIT = 8192  # messages; a peer this far behind will not catch up in time
-STATES_OUTBOX_BYTES = 32 << 20  # several windows: after reattaching, a drafter receives in-flight messages again
+STATES_OUTBOX_BYTES = 2 * UNSTORED_WINDOW_BYTES  # after reattaching, a drafter receives in-flight messages again
 FRAME_BYTES = 4 << 20  # approximate frame size; a single message may be larger
 HELLO_S = 10.0  # timeout for a caller's Hello
 RECONNECT_S = (0.05, 0.2, 0.5, 1.0)  # pauses between dial attempts; the last one repeats

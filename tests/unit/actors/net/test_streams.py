@@ -14,6 +14,7 @@ import pytest
 from actors.net.streams import InvalidFrame, Link, Outbox, StatesOutbox, decode_after_greeting
 from cluster.errors import ProtocolError
 from cluster.trust import PeerRole
+from cluster.verification.hidden_state_sender import UNSTORED_WINDOW_BYTES
 from protos import speculation_pb2 as pb
 from protos.codec import decode, encode
 from protos.messages import (
@@ -48,6 +49,17 @@ async def test_frames_of_states_are_small_enough_for_other_streams():
     for _ in range(3):
         outbox.put(small)
     assert [len(frame) for frame in await frames(outbox, 1)] == [3]
+
+
+async def test_the_queue_of_states_holds_all_that_a_target_sends_without_an_acknowledgement():
+    """On a slow network, nearly all of it is still queued."""
+    outbox = StatesOutbox()
+    ends = asyncio.ensure_future(outbox.overflow())
+    for _ in range(UNSTORED_WINDOW_BYTES // len(HALF.rows)):
+        outbox.put(HALF)
+    await asyncio.sleep(0)
+    assert not ends.done()
+    ends.cancel()
 
 
 async def test_a_drafter_that_takes_no_states_loses_its_stream_and_not_the_targets_memory():
