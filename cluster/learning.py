@@ -5,7 +5,7 @@ current version on held-out sessions, and promotes the candidate if it is better
 store, the trainer and the version folders are in `actors.learning`.
 
 * `may_learn` checks consent. Without `draft.learning`, nothing is stored.
-* `sketch` maps an answer to a few hashes. Answers with a common hash are near-duplicates and count once.
+* `sketch` maps an answer to a few hashes. Answers with a common hash are near-duplicates and count once per target.
 * `is_held_out` reserves a fixed share of the examples for evaluation. It depends only on content, so an example never
   moves between the sets.
 * `compare` and `decide` evaluate a candidate. The statistical unit is a session, because tokens within a session are
@@ -77,15 +77,19 @@ def _digest(*numbers: int) -> int:
 FACTORS = np.array([_digest(index) for index in range(BANDS * HASHES_PER_BAND)]).view(np.uint64) | np.uint64(1)
 
 
-def sketch(answer: Sequence[int]) -> tuple[int, ...]:
-    """Returns one hash per band of an answer's MinHash signature (Broder, 1997), as signed 64-bit integers."""
+def sketch(answer: Sequence[int], target: str = "") -> tuple[int, ...]:
+    """Returns one hash per band of an answer's MinHash signature (Broder, 1997), as signed 64-bit integers.
+
+    Answers of different targets, given as fingerprints, have no hash in common.
+    """
     tokens = np.array(answer or (-1,), np.int64).view(np.uint64)
     width = min(SHINGLE, len(tokens))
     count = len(tokens) - width + 1
     weighted = [tokens[first : first + count] * FACTORS[first] for first in range(width)]
     shingles = _mixed(np.add.reduce(weighted))
     least = (FACTORS[:, np.newaxis] * shingles).min(axis=1)
-    return tuple(_hash(bytes([index]) + band.tobytes()) for index, band in enumerate(np.split(least, BANDS)))
+    bands = enumerate(np.split(least, BANDS))
+    return tuple(_hash(bytes([index]) + band.tobytes() + target.encode()) for index, band in bands)
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:

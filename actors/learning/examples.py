@@ -1,8 +1,9 @@
 """The store of examples: one SQLite file that routers write, the trainer reads and `slipstream learn forget` empties.
 
-`ExampleStore` is the file. It limits total tokens and age, stores near-duplicates once, and overwrites deleted data.
-If the draft is a head, drafters add the hidden states that the head read in each session. States are deleted with their
-example; states without an example, such as those of a near-duplicate, are deleted after `ORPHANED_S`.
+`ExampleStore` is the file. It limits total tokens and age, stores near-duplicates of one target once, and overwrites
+deleted data. If the draft is a head, drafters add the hidden states that the head read in each session. States are
+deleted with their example; states without an example, such as those of a near-duplicate, are deleted after
+`ORPHANED_S`.
 
 `ExampleWriter` is used by routers, `StateRecorder` by drafters. Neither ever waits; both drop data when the queue is
 full.
@@ -164,7 +165,7 @@ class ExampleStore:
         return outcomes
 
     def _insert(self, run: sqlite3.Cursor, example: Example, target: str) -> bool:
-        bands = sketch(example.answer)
+        bands = sketch(example.answer, target)
         marks = ",".join("?" * len(bands))
         if run.execute(f"SELECT 1 FROM bands WHERE hash IN ({marks}) LIMIT 1", bands).fetchone():
             return False

@@ -68,6 +68,13 @@ def test_near_duplicate_answers_count_once_for_any_prompt(store):
     assert store.add([an_example(2)], "target") == {"kept": 1}
 
 
+def test_a_new_target_s_answers_are_kept_although_the_earlier_one_gave_the_same(store):
+    """Otherwise a draft learns nothing from repeated requests after an update of its target."""
+    store.add([an_example(1)], "earlier target")
+    assert store.add([an_example(1), an_example(1)], "target") == {"kept": 1, "duplicate": 1}
+    assert store.read("target") == [an_example(1)]
+
+
 def test_the_oldest_examples_leave_when_there_are_too_many_tokens_or_too_old(store, clock):
     many = [an_example(seed) for seed in range(20)]  # 74 tokens each
     store.add(many, "target")
