@@ -434,7 +434,7 @@ class DraftSampler:
                 continue
             if (chain := self._processors.of(draft.text)) is not None:
                 whole = chain.apply(whole, [chain.path(draft.whole_text)])
-            row = filtered(whole, draft.text.open.sampling)[0]
+            row = self._drawable(filtered(whole, draft.text.open.sampling)[0])
             token, ids, weights = self._draw_for_rejection(draft, row)
             draft.append(token, _choices(row), state, ids, weights)
 
@@ -446,9 +446,6 @@ class DraftSampler:
         and after any number of repeats.
         """
         top_k = self._limits.top_k
-        logits = logits.masked_fill(~torch.isfinite(logits), -torch.inf)
-        if bool(logits.isneginf().all()):  # the head has no column for an allowed token
-            logits[self._token_ids[0]] = 0.0
         values, ids = logits.topk(min(top_k, int(torch.isfinite(logits).sum())))
         weights = (torch.exp(values - values[0]) * self._limits.weight_scale).round()
         session = draft.text.open
@@ -456,6 +453,15 @@ class DraftSampler:
         token = int(ids[gumbel_argmax(weights.double().log(), at)])
         padding = top_k - len(ids)
         return token, (*ids.tolist(), *[0] * padding), (*map(int, weights.tolist()), *[0] * padding)
+
+    def _drawable(self, logits: Tensor) -> Tensor:
+        """Replaces non-finite logits, (vocabulary,), by -inf; leaves one token, which the target rejects, if the head
+        has no column for an allowed token.
+        """
+        logits = logits.masked_fill(~torch.isfinite(logits), -torch.inf)
+        if bool(logits.isneginf().all()):
+            logits[self._token_ids[0]] = 0.0
+        return logits
 
     def _whole(self, logits: Tensor) -> Tensor:
         """Scatters logits to the whole vocabulary, in float32; a draft head may have fewer columns."""

@@ -16,9 +16,10 @@ from actors.drafters.model.draft_model import DraftModel
 from cluster.drafting.requests import Proposal
 from cluster.drafting.trees import Choices, accepted_chance, continuations, rejections
 from protos.draft_tree import DraftTree
-from protos.messages import Shape
+from protos.messages import Shape, TokenRules
 from tests.unit.actors.drafters.drafting import (
     COUPLED,
+    DRAWN,
     LOGITS,
     REJECTION,
     RULES,
@@ -398,3 +399,11 @@ def test_nonfinite_logits_after_any_token_end_blocks_ahead_there_and_nothing_els
             assert all(guess.tree.tokens[parent] != token for parent in guess.tree.parents if parent >= 0), (
                 "nothing is known of what follows it"
             )
+
+
+def test_rules_that_leave_none_of_the_draft_s_tokens_keep_chances_finite():
+    """One NaN would also disorder the outcomes of other sessions."""
+    want = wanted_block(PREFIX, sampling=DRAWN, acceptance=REJECTION, rules=TokenRules(allowed=(8, 9)))
+    guesses = propose(a_method(SpyRunner(LOGITS[:, :5]), range(5)), [want.under((8, 9))])
+    assert guesses
+    assert all(0 <= guess.chance <= 1 for guess in guesses)
