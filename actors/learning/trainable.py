@@ -418,6 +418,7 @@ def write_draft(folder: Path, weights: "Weights", out: Path) -> None:
     kept = [path for path in folder.iterdir() if path.is_file() and path.suffix not in WEIGHT_SUFFIXES]
     others = [path for path in kept if path.name not in {INDEX, MANIFEST}]
     partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a writer that was killed
     try:
         partial.mkdir(parents=True, exist_ok=True)
         save_file(weights.model, partial / SINGLE, metadata={"format": "pt"})

@@ -311,11 +311,19 @@ class Trainer:
             return None
         self._is_waiting = False
         selection = self._select(store, seen)
+        self._remove_candidate()  # a killed trainer may have left that of another draft
         try:
             with self._marked(), self._loader(store, selection) as load:
                 return self._try(store, selection, load)
         finally:
-            shutil.rmtree(self._folder / "training" / "candidate", ignore_errors=True)
+            self._remove_candidate()
+
+    def _remove_candidate(self) -> None:
+        shutil.rmtree(self._candidate, ignore_errors=True)
+
+    @property
+    def _candidate(self) -> Path:
+        return self._folder / "training" / "candidate"
 
     def _select(self, store: ExampleStore, seen: int) -> _Selection:
         forgets = store.forgets()  # read first, so that a later `forget` is detected
@@ -357,11 +365,10 @@ class Trainer:
         configured = fingerprint_of(self._draft.folder)
         parent = usable_version(self._versions, self._draft.target, configured)
         start = self._versions.folder_of(parent) if parent else self._draft.folder
-        candidate = self._folder / "training" / "candidate"
         self._phase = "training"
         trained = train_candidate(
             start,
-            candidate,
+            self._candidate,
             selection.recent,
             self._general,
             self._training_options(selection.forgets),
@@ -392,10 +399,10 @@ class Trainer:
         if is_forgotten():
             self._counts["interrupted"] += 1
             return None
-        return self._record(manifest, decision, candidate)
+        return self._record(manifest, decision)
 
-    def _record(self, manifest: Manifest, decision: Decision, candidate: Path) -> Manifest:
-        manifest = self._versions.add(manifest, partial(shutil.copytree, candidate, dirs_exist_ok=True))
+    def _record(self, manifest: Manifest, decision: Decision) -> Manifest:
+        manifest = self._versions.add(manifest, partial(shutil.copytree, self._candidate, dirs_exist_ok=True))
         if decision.is_better:
             self._versions.promote(manifest.version)
         self._versions.remove_old(self._options.keep_versions)

@@ -335,6 +335,16 @@ def test_a_killed_trainer_is_continued_by_the_next_one(options, draft, caplog):
     assert files(options) == files(alone), "nothing of the killed trainer is left"
 
 
+@pytest.mark.parametrize("left", ["candidate", ".candidate.partial"])
+def test_no_file_of_a_killed_trainer_s_candidate_enters_a_version(options, draft, left):
+    """The killed trainer may have trained another draft, here one that proposes half of the tokens."""
+    keep(options, walks(150))
+    write_draft(Path(options.folder, "training", left), frequent=list(range(VOCABULARY // 2)))
+    assert trainer(options, draft).look() is not None
+    version = VersionFolder(Path(options.folder)).folder_of(1)
+    assert {path.name for path in version.iterdir()} == {"manifest.json", *(path.name for path in draft.iterdir())}
+
+
 def test_the_second_of_two_trainers_waits(options, draft, caplog):
     keep(options, walks(150))
     second = trainer(options, draft)
