@@ -72,6 +72,10 @@ END;
 
 
 HAS_STATES = "(? = '' OR session IN (SELECT session FROM states WHERE kind = ?))"
+HAS_OUTDATED_STATES = (  # of an earlier head, so that the example cannot be used
+    "SELECT 1 FROM states WHERE session = (SELECT session FROM examples WHERE id = ?)"
+    " AND kind != (SELECT kind FROM states ORDER BY created DESC LIMIT 1)"
+)
 
 
 @value
@@ -165,10 +169,15 @@ class ExampleStore:
         return outcomes
 
     def _insert(self, run: sqlite3.Cursor, example: Example, target: str) -> bool:
+        """Adds an example, in place of near-duplicates with states of an earlier head; returns False for a
+        near-duplicate of others.
+        """
         bands = sketch(example.answer, target)
         marks = ",".join("?" * len(bands))
-        if run.execute(f"SELECT 1 FROM bands WHERE hash IN ({marks}) LIMIT 1", bands).fetchone():
+        alike = run.execute(f"SELECT DISTINCT example FROM bands WHERE hash IN ({marks})", bands).fetchall()
+        if not all(run.execute(HAS_OUTDATED_STATES, known).fetchone() for known in alike):
             return False
+        run.executemany("DELETE FROM examples WHERE id = ?", alike)
         run.execute(
             "INSERT INTO examples (created, target, key, prompt_version, tokens, prompt, answer, session)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",

@@ -207,6 +207,17 @@ def test_states_are_found_by_session_and_kind_and_the_longer_ones_stay(store):
     assert store.read("target", kind="4 bfloat16") == []
 
 
+def test_an_answer_whose_states_an_earlier_head_read_is_collected_again(store, clock):
+    store.add_states([kept("a")])
+    store.add([an_example(1, session="a")], "target")
+    clock.now += 1
+    store.add_states([KeptStates(name, "4 bfloat16", 3, b"wider") for name in "bc"])
+    again = [an_example(1, session=name) for name in "bc"]
+    assert store.add(again, "target") == {"kept": 1, "duplicate": 1}
+    assert store.read("target") == store.read("target", kind="4 bfloat16") == again[:1]
+    assert sessions(store, *"abc") == ["b", "c"]
+
+
 def test_states_leave_with_their_example_and_soon_without_one(store, clock):
     store.add_states([kept(name) for name in "abcd"])
     store.add(
