@@ -65,7 +65,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
     if text.lstrip().startswith("["):
         yield from ((f"entry {number}", entry) for number, entry in enumerate(_parsed(text, str(path)), 1))
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() also splits at U+2028 inside a text
         if line.strip():
             yield f"line {number}", _parsed(line, f"{path}, line {number}")
 

@@ -53,7 +53,7 @@ class Score:
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     return [(row["kind"], row["prompt"]) for row in rows]
 
 

@@ -25,7 +25,7 @@ from actors.models.tokenizer_reader import end_ids, load_tokenizer
 
 
 def read_excluded(paths: list[Path]) -> set[str]:
-    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines() if line]
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").split("\n") if line]
     return {json.loads(line)["prompt"] for line in lines}
 
 

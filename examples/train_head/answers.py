@@ -42,7 +42,7 @@ def opening_ids(tokenizer: Any) -> list[int]:
 def prompt_ids(tokenizer: Any, path: Path) -> list[list[int]]:
     """Reads the prompts of a file as token ids. Raises ModelError for a line with neither `prompt` nor `messages`."""
     found = []
-    for number, line in enumerate(filter(None, path.read_text(encoding="utf-8").splitlines()), start=1):
+    for number, line in enumerate(filter(None, path.read_text(encoding="utf-8").split("\n")), start=1):
         record = json.loads(line)
         if not isinstance(record, dict) or not {"prompt", "messages"} & record.keys():
             raise ModelError(f'{path}, line {number}: expected {{"prompt": ...}} or {{"messages": [...]}}')

@@ -60,6 +60,15 @@ def test_an_answer_ends_with_the_end_of_text(tmp_path: Path) -> None:
     assert first.prompt == chat_prompt(tokenizer, CHAT[:2])
 
 
+def test_only_a_newline_ends_an_entry(tmp_path: Path) -> None:
+    """Texts from web pages contain other line separators, which JSON need not escape."""
+    said = "one\u2028two\u0085three"
+    path = tmp_path / "examples.jsonl"
+    entry = {"messages": [{"role": "user", "content": said}, {"role": "assistant", "content": said}]}
+    path.write_text(f"{json.dumps(entry, ensure_ascii=False)}\n" * 2, encoding="utf-8")
+    assert texts(read_examples(path, TOKENIZER, ())) == [(f"user:{said};assistant:", f"{said};")] * 2
+
+
 def test_token_ids_are_read_as_they_were_written(tmp_path: Path) -> None:
     examples = [Example((1, 2), (3,)), Example((), (4, 5))]
     write_examples(tmp_path / "ids.jsonl", examples)

@@ -42,6 +42,12 @@ def test_a_conversation_is_sent_whole(tmp_path: Path) -> None:
     assert question.messages == MESSAGES["messages"][:4]
 
 
+def test_only_a_newline_ends_an_entry(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "one\u2028two\u0085three"}\n' * 2, encoding="utf-8")
+    assert [prompt.prompt for prompt in read_prompts(path)] == ["one\u2028two\u0085three"] * 2
+
+
 def test_sharegpt_lists_are_read(tmp_path: Path) -> None:
     path = tmp_path / "shared.json"
     path.write_text(json.dumps([SHARE_GPT, SHARE_GPT], indent=1))
