@@ -207,11 +207,11 @@ def check_tensors(model: PreTrainedModel, shapes: Mapping[str, Shape | None], fo
     prefix = model.base_model_prefix
     stored_shapes: dict[str, Shape | None] = {}
     surplus = []
-    for key, shape in shapes.items():
+    for key, shape in sorted(shapes.items(), key=lambda item: item[0] not in expected):
         name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
         if name not in expected and key in expected:
             name, pattern = rename_source_key(key, [], [], prefix, expected)
-        if name not in expected:
+        if name not in expected or (pattern is None and name in stored_shapes):  # unknown, or a second name
             surplus.append(key)
         elif pattern is None:
             stored_shapes[name] = shape
