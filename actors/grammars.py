@@ -153,11 +153,15 @@ class GrammarMasking:
 def unpacked(masks: Sequence[bytes | None], logits: Tensor) -> Tensor:
     """Unpacks bit masks into booleans shaped like `logits`, (rows, vocabulary); rows without a mask allow everything.
 
-    Unpacks on the device: the bits have a thirty-second of the bytes of the logits, so copying them is cheap.
+    Masks end with the tokenizer's last token, and logits may have further columns, for padding rows of the embedding;
+    masks forbid these. Unpacks on the device: the bits have a thirty-second of the bytes of the logits, so copying them
+    is cheap.
     """
-    width = -(-logits.shape[-1] // _BITS)
-    rows = [np.full(width, 0xFF, np.uint8) if m is None else np.frombuffer(m, np.uint8, width) for m in masks]
-    bits = torch.from_numpy(np.stack(rows)).to(logits.device)
+    packed = np.zeros((len(masks), -(-logits.shape[-1] // _BITS)), np.uint8)
+    for row, mask in zip(packed, masks, strict=True):
+        known = np.frombuffer(b"\xff" * len(row) if mask is None else mask, np.uint8)[: len(row)]
+        row[: len(known)] = known
+    bits = torch.from_numpy(packed).to(logits.device)
     shifts = torch.arange(_BITS, dtype=torch.uint8, device=logits.device)
     return (bits.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : logits.shape[-1]].bool()
 

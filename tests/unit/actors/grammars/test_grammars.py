@@ -185,6 +185,12 @@ def test_the_grammar_decides_if_other_rules_exclude_every_token():
     assert found[0] == found[2] == 0
 
 
+def test_logits_of_padding_rows_are_forbidden():
+    """A drafter computes logits for all rows of an embedding; the grammar knows only the tokens."""
+    chain = chain_of(opened(grammar=LLMatcher.grammar_from_regex("a|c")), (COMPILER.masking,))
+    assert left(chain.apply(torch.zeros(1, LOGITS.shape[1] + 300), [()])[0]) == {0, 2}
+
+
 def test_bits_are_unpacked_up_to_the_vocabulary_size():
     for width in (1, 8, 9, 31, 33, 100):
         allowed = torch.rand(3, width, generator=torch.Generator().manual_seed(width)) < 0.5

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from actors.drafters.model.draft_model import DraftModel
 from actors.drafters.registry import DraftSetup, OtherTarget, check_shared_vocabulary, create_method
 from actors.drafters.translation.pairing import Pairing, describe, draft_pairing
+from actors.grammars import GrammarCompiler, load_grammar_vocabulary
 from actors.models.checkpoint import load_tokenizer, vocabulary
 from cluster.config import DraftPool, ModelConfig, Resources
 from cluster.drafting.method import DraftingMethod
@@ -75,6 +77,21 @@ def test_a_padded_draft_proposes_only_tokens(tmp_path: Path) -> None:
     generation = measured.generation(0, prompt, 16, 0.0, 4)
     drafted = [token for emit in measured.run(generation, method, trees=True) for token in emit.tokens]
     assert drafted == list(measured.decode(generation).tokens[len(prompt) :])
+
+
+def test_a_padded_draft_follows_a_grammar(tmp_path: Path) -> None:
+    """The sizes of Qwen2.5 0.5B: 271 rows of its embedding have no token."""
+    tokenizer = sentence_piece(60)
+    folder = a_model(tmp_path, tokenizer, rows=len(tokenizer) + 271)
+    grammars = GrammarCompiler(load_grammar_vocabulary(folder))
+    masking = (grammars.draft_masking,)
+    setup = DraftSetup("float32", 64, 4, vocabulary(folder), str(folder), processor_factories=masking)
+    method = create_method(DraftPool(model=str(folder)), setup)
+    prompt = tuple(tokenizer("the quick brown fox")["input_ids"])
+    method.open(replace(Open.measured("s", prompt, 64, 4), grammar=LLMatcher.grammar_from_regex("(dog)+")))
+    (proposal,) = method.draft([DraftRequest("s", 1, len(prompt), 0, 4)])
+    assert "dogdogdogdog".startswith(tokenizer.decode(proposal.tokens))
+    assert proposal.tokens
 
 
 def test_another_tokenizer_is_translated(target: Path, tmp_path: Path) -> None:
