@@ -1,10 +1,9 @@
 """Deploys a configuration as data, like `serve deploy`, which is the only way to set an autoscaling policy.
 
 Serve's only public call for this needs the dashboard, which a local cluster lacks. The private calls are confined to
-this module. `drain_s` computes Ray's drain time for a stopping node.
+this module.
 """
 
-import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -146,15 +145,3 @@ def _others(name: str) -> list[ServeApplicationSchema]:
     """Returns the other declared applications of the cluster."""
     deployed = {other: one.get("deployed_app_config") for other, one in serve_details()["applications"].items()}
     return [ServeApplicationSchema.model_validate(data) for other, data in deployed.items() if data and other != name]
-
-
-RAY_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # seconds; applied by `ray start --block` on SIGTERM
-RAY_DRAIN_DEFAULT_S = 30.0  # Ray's default
-SERVE_NOTICE_S = 15  # seconds until Serve notices a draining node and stops its replicas
-REPLICA_SHUTDOWN_S = 10  # seconds from the end of a replica's drain until Serve kills it
-
-
-def drain_s(config: SlipstreamConfig) -> int:
-    """Returns Ray's drain time for a stopping node, in seconds; at least the configured drain times."""
-    longest = max(config.server.drain_s, *(one.config.target.drain_s for one in config.served))
-    return math.ceil(longest) + REPLICA_SHUTDOWN_S + SERVE_NOTICE_S

@@ -18,8 +18,9 @@ from ray.cluster_utils import Cluster
 from cluster.config import load_config
 from cluster.routing.membership import Members
 from cluster.routing.ray_membership import ServeMembership
-from serve_app.operations.deploying import RAY_DRAIN, is_running, serve_details
+from serve_app.operations.deploying import is_running, serve_details
 from serve_app.operations.local import checked_port
+from serve_app.operations.node_drain import RAY_DRAIN
 from serve_app.operations.ray_cluster import broadcast, connected, deployed
 from tests.unit.tools.drafts.eval.tiny_target import a_target
 from tools.doctor.checks import run_checks

@@ -28,8 +28,9 @@ from rich.console import Console
 from cluster.config import SlipstreamConfig
 from serve_app.app import APPLICATION
 from serve_app.cli.demo import demo_config
-from serve_app.operations.deploying import RAY_DRAIN, deploy, drain_s
+from serve_app.operations.deploying import deploy
 from serve_app.operations.local import checked_port, serving
+from serve_app.operations.node_drain import RAY_DRAIN, drain_s
 from tests.exhaustive.small_target import make_small_target
 from tests.integration.serving import EXACT, Reference, Served
 from tests.integration.test_serving import assert_nothing_left, eventually

@@ -17,7 +17,7 @@ from cluster.config import SlipstreamConfig
 from cluster.config_sections import STATE_READERS
 from cluster.trust import PeerRole
 from serve_app.operations.checks import A_DRAFTER, A_TARGET, Node, needs, unmet_needs
-from serve_app.operations.deploying import RAY_DRAIN, drain_s
+from serve_app.operations.node_drain import RAY_DRAIN, drain_s
 
 
 class ModelsNeeded(Enum):

@@ -25,8 +25,9 @@ from cluster.errors import ConfigError, SlipstreamError
 from cluster.trust import PeerRole, Refusals
 from protos.messages import PROTOCOL_VERSION
 from serve_app.operations.checks import Node, needs
-from serve_app.operations.deploying import RAY_DRAIN, RAY_DRAIN_DEFAULT_S, is_running
+from serve_app.operations.deploying import is_running
 from serve_app.operations.local import checked_port
+from serve_app.operations.node_drain import RAY_DRAIN, RAY_DRAIN_DEFAULT_S
 from serve_app.operations.ray_cluster import alive_nodes, connected
 from serve_app.startup import listening_host
 from tools.doctor.checks import ClockReading, ClusterFacts, ModelsNeeded, NodeFacts, ProbeCall, models_needed

@@ -6,7 +6,7 @@ Also formats the output of `inspect` as a terminal table and as JSON.
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -15,8 +15,10 @@ from rich.table import Table
 
 from cluster.errors import ConfigError, ModelError
 from serve_app.cli.main import load_single, writable_path
-from tools.drafts.headers import DraftFacts, StatesRead
-from tools.drafts.inspection import DraftInspection
+
+if TYPE_CHECKING:
+    from tools.drafts.headers import DraftFacts, StatesRead
+    from tools.drafts.inspection import DraftInspection
 
 DOES_NOT_FIT = 1  # exit status if the draft does not fit
 
@@ -129,7 +131,7 @@ def measure(
         plot.write_text(svg(comparison_chart(compared)), encoding="utf-8")
 
 
-def inspection_data(found: DraftInspection) -> dict[str, Any]:
+def inspection_data(found: "DraftInspection") -> dict[str, Any]:
     """Returns the inspection as JSON-compatible data."""
     states = found.facts.states
     return {
@@ -143,7 +145,7 @@ def inspection_data(found: DraftInspection) -> dict[str, Any]:
     }
 
 
-def inspection_report(found: DraftInspection) -> Group:
+def inspection_report(found: "DraftInspection") -> Group:
     """Renders the facts, then the mismatches, or the configuration if there are none."""
     sheet = Table(show_header=False, box=None, pad_edge=False)
     sheet.add_column(style="bold")
@@ -161,7 +163,7 @@ def inspection_report(found: DraftInspection) -> Group:
     return Group(*parts)
 
 
-def _rows(facts: DraftFacts) -> list[tuple[str, str]]:
+def _rows(facts: "DraftFacts") -> list[tuple[str, str]]:
     """Returns the known facts as rows of a table."""
     size = facts.size
     rows = [
@@ -182,7 +184,7 @@ def _rows(facts: DraftFacts) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-def _states_rows(states: StatesRead) -> list[tuple[str, str]]:
+def _states_rows(states: "StatesRead") -> list[tuple[str, str]]:
     what = "after the final norm" if states.is_final else "before any norm"
     which = f"{list(states.layers)} (k: after k layers)" if states.layers else "layers chosen by the target's depth"
     if states.is_final and not states.layers:

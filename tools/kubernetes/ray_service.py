@@ -17,7 +17,7 @@ from cluster.config_sections import PodOptions, TrustConfig
 from cluster.placement import pools, replica_resources, resources_key, resources_of
 from cluster.trust import PeerRole
 from serve_app.api.proxy_errors import PROXY_ENVIRONMENT
-from serve_app.operations.deploying import RAY_DRAIN, drain_s
+from serve_app.operations.node_drain import RAY_DRAIN, drain_s
 from serve_app.serve_manifest import application, serve_file
 
 ROUTER_CPUS = 1

@@ -188,8 +188,9 @@ def test_an_unknown_option_is_a_usage_error(config_file: Path, monkeypatch: pyte
     assert run_main(monkeypatch, "serve", config_file, "--prot", "8000") == 2
 
 
-def test_help_and_config_import_neither_torch_nor_ray() -> None:
-    script = "import sys, serve_app.cli; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+@pytest.mark.parametrize("module", ["serve_app.cli.main", "tools.cli"])
+def test_help_and_config_import_neither_torch_nor_ray(module: str) -> None:
+    script = f"import sys, {module}; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -11,7 +11,7 @@ from ray._private import ray_constants
 from cluster.config import SlipstreamConfig, validated
 from cluster.trust import PeerRole
 from serve_app.operations.checks import Node
-from serve_app.operations.deploying import RAY_DRAIN
+from serve_app.operations.node_drain import RAY_DRAIN
 from tools.doctor.checks import (
     ClockReading,
     ClusterFacts,
