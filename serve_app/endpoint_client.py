@@ -119,7 +119,8 @@ class ChatEndpoint:
             try:
                 yield cls(http)
             except httpx.HTTPError as error:
-                raise EndpointError(f"{url} does not answer: {error or type(error).__name__}") from error
+                fix = "check the URL, and whether the server runs"
+                raise EndpointError(f"{url} does not answer: {error or type(error).__name__}; {fix}") from error
 
     async def health(self) -> dict[str, Any]:
         """Returns the body of /health for any HTTP status."""

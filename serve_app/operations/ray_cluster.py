@@ -41,6 +41,7 @@ class ClusterError(SlipstreamError):
 def connected(address: str) -> Iterator[None]:
     """Connects for the duration of the block. Raises ClusterError within seconds if nothing listens at `address`."""
     check_reachable(address)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # Serve's handles log at level INFO
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, RuntimeError) as error:  # RuntimeError: our token was refused

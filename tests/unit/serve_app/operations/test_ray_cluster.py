@@ -1,5 +1,6 @@
 """Tests disconnecting from a Ray cluster, and errors from replicas that do not answer."""
 
+import logging
 from types import SimpleNamespace
 from typing import NoReturn
 
@@ -34,6 +35,17 @@ def test_handles_are_closed_before_ray(done: list[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(ray_cluster, "_get_global_client", lambda raise_if_no_controller_running: Client(done))
     ray_cluster.disconnect()
     assert done == ["handles", "ray"]
+
+
+def test_a_connection_silences_the_logs_of_serve(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's handles log lines at level INFO between the tables of `slipstream status`."""
+    monkeypatch.setattr(ray_cluster, "check_reachable", lambda address: None)
+    monkeypatch.setattr(ray, "init", lambda **options: done.append("init"))
+    monkeypatch.setattr(ray_cluster, "disconnect", lambda: done.append("disconnect"))
+    monkeypatch.setattr(logging.getLogger("ray.serve"), "level", logging.INFO)
+    with ray_cluster.connected("auto"):
+        assert logging.getLogger("ray.serve").level == logging.ERROR
+    assert done == ["init", "disconnect"]
 
 
 def test_a_cluster_without_serve_is_disconnected(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
