@@ -148,9 +148,13 @@ def serve(
     """Serves CONFIG on this machine or a Ray cluster until Ctrl-C, then waits for running requests."""
     console = Console(stderr=True)
     config = load(config_path, overrides, port)
-    check_models_of(config, console, with_weights=address is None)
-    from serve_app.operations.local import serving
+    from serve_app.operations.checks import check_keys
+    from serve_app.operations.local import checked_port, serving
 
+    check_keys(config.server)  # these two before the models, which may take hours to download
+    if address is None:
+        checked_port(config.server.host, config.server.port)
+    check_models_of(config, console, with_weights=address is None)
     with suppress(KeyboardInterrupt), serving(config, console, address=address, verbose=verbose) as url:
         typer.echo(f"Slipstream is ready: {url}/v1 ({_served(config)})")
         signal.pause()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import ray
@@ -182,6 +183,22 @@ def test_bench_uses_a_free_port_only_on_a_cluster_of_its_own(
     monkeypatch.setattr(local, "serving", refuse)
     assert run_main(monkeypatch, "bench", config_file, *address) == 2
     assert ports == [port]
+
+
+def test_serve_checks_keys_and_port_before_it_loads_models(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cli, "check_models_of", pytest.fail)
+    monkeypatch.setattr(local, "checked_port", refused)
+    assert run_main(monkeypatch, "serve", config_file, "--set", "server.host=0.0.0.0") == 2
+    assert "server.keys is empty" in capsys.readouterr().err
+    assert run_main(monkeypatch, "serve", config_file) == 2
+    assert "the port is in use" in capsys.readouterr().err
+
+
+def refused(host: str, port: int) -> NoReturn:
+    raise ConfigError("the port is in use")
 
 
 def test_an_unknown_option_is_a_usage_error(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
