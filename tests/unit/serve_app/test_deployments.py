@@ -147,7 +147,11 @@ class Broken(Exception):
     """Unexpected error in a loop."""
 
 
-async def test_health_reports_a_failed_loop_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_health_reports_a_failed_loop_and_logs_it_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployments, "log", logging.getLogger(__name__))  # pytest 8's caplog misses Ray's loggers
+
     async def loop() -> None:
         raise Broken("position 64 is out of range")
 
