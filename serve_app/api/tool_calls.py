@@ -239,9 +239,10 @@ def _call(value: Any, text: CallText | None) -> Call:
     arguments = function.get("arguments", {})
     if not isinstance(name, str) or not name:
         raise ValueError(f"{name!r} is not a function name")
-    if isinstance(arguments, str):
-        return Call(name, arguments)
-    return Call(name, serialized(arguments) if text is None else text.arguments(arguments))
+    if not isinstance(arguments, str):
+        arguments = serialized(arguments) if text is None else text.arguments(arguments)
+    (name + arguments).encode()  # raises ValueError for half a surrogate pair, which JSON can spell
+    return Call(name, arguments)
 
 
 Configured = Literal["auto", "none"] | Mapping[str, Any]

@@ -105,6 +105,11 @@ def test_an_empty_call_is_content(readers: ResponseReaders, called: str) -> None
     assert read(readers, f"<tool_call>{called}</tool_call>") == (f"<tool_call>{called}</tool_call>", "", [])
 
 
+@pytest.mark.parametrize("called", ['{"name": "\\ud800"}', '{"name": "weather", "arguments": "\\ud800"}'])
+def test_a_call_that_utf8_cannot_represent_is_content(readers: ResponseReaders, called: str) -> None:
+    assert read(readers, f"<tool_call>{called}</tool_call>") == (f"<tool_call>{called}</tool_call>", "", [])
+
+
 def test_a_call_without_arguments(readers: ResponseReaders) -> None:
     _, _, (call,) = read(readers, '<tool_call>{"name": "now"}</tool_call>')
     assert json.loads(call.arguments) == {}
