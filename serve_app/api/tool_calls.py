@@ -155,20 +155,24 @@ class ResponseReader:
         self,
         start: Callable[[str], ResponseParser],
         prompt: str,
+        template: ResponseTemplate,
         *,
         offers_tools: bool,
-        json_opening: re.Pattern[str] | None,
     ) -> None:
-        """`start` returns a parser for the text after a prompt; `json_opening` matches the start of a JSON call."""
+        """`start` returns a parser for the text after a prompt, by `template`."""
         self._start = start
         try:
             self._parser = start(prompt)
         except UNREADABLE:  # the message to continue has a broken call
             self._parser = start("")
         self._offers_tools = offers_tools
-        self._json_opening = json_opening
+        self._implicit = template.implicit  # field of text without markers
+        calls = template.fields.get(CALLS_FIELD)
+        is_json = calls is not None and calls.content == "json" and not calls.content_args
+        self._json_opening = calls.open_re if is_json else None  # start of a call, if calls are plain JSON
         self._call: CallText | None = None  # call whose region is open
         self._unread = ""  # text since the last segment, markers included
+        self._follows_marker = False  # whether `_unread` begins with a marker
 
     def push(self, text: str) -> list[Segment]:
         pieces = text if self._may_call(text) else [text]
@@ -197,9 +201,14 @@ class ResponseReader:
         return [segment for event in events for segment in self._segments(event, had_call)]
 
     def _segments(self, event: dict[str, Any], had_call: bool) -> list[Segment]:
+        if event["type"] == "region_close" or (event["type"] == "region_open" and event["field"] != self._implicit):
+            self._follows_marker = True
         match event:
             case {"type": "region_chunk", "field": field, "text": text, "dirty": False}:
-                self._unread = self._unread[self._unread.rfind(text) + len(text) :]  # keep text that may begin a marker
+                begins = not self._follows_marker and self._unread.startswith(text)
+                start = 0 if begins else self._unread.rfind(text)
+                self._unread = self._unread[start + len(text) :]  # keep text that may begin a marker
+                self._follows_marker = False
                 return [Reasoning(text) if field in REASONING_FIELDS else Content(text)]
             case {"type": "region_open", "field": field} if field == CALLS_FIELD and self._json_opening is not None:
                 self._call = CallText()
@@ -219,13 +228,18 @@ class ResponseReader:
             return self._flush_as_content()
         if not self._offers_tools:
             return self._flush_as_content()
-        self._unread = ""
+        self._take_unread()
         return list(calls)
 
     def _flush_as_content(self) -> list[Segment]:
+        text = self._take_unread()
+        return [Content(text)] if text else []
+
+    def _take_unread(self) -> str:
         text = self._unread
         self._unread = ""
-        return [Content(text)] if text else []
+        self._follows_marker = False
+        return text
 
 
 def read_whole(reader: Reader, texts: Iterable[str]) -> list[Segment]:
@@ -267,7 +281,7 @@ class ResponseReaders:
             return PlainReader()
         start = partial(self._parser, tools=tools)
         text = self._tokenizer.decode(list(prompt))
-        return ResponseReader(start, text, offers_tools=bool(tools), json_opening=self._json_opening)
+        return ResponseReader(start, text, self.template, offers_tools=bool(tools))
 
     def reasoning_in(self, prompt: str) -> ReasoningInPrompt:
         """Returns whether the prompt begins or ends the answer's reasoning."""
@@ -278,13 +292,6 @@ class ResponseReaders:
         if not kinds:
             return "none"
         return "over" if kinds[-1] == "region_close" else "begun"
-
-    @property
-    def _json_opening(self) -> Any:
-        """Returns the marker that begins a call, if calls are plain JSON."""
-        assert self.template is not None, "a response template exists"
-        calls = self.template.fields.get(CALLS_FIELD)
-        return calls.open_re if calls is not None and calls.content == "json" and not calls.content_args else None
 
     def _parser(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Any:
         """Returns a parser for the text that follows `text`."""

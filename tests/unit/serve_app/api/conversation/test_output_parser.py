@@ -96,6 +96,15 @@ def test_a_call_that_is_not_json_is_content_and_parsing_continues(readers: Respo
     assert read(readers, f"{broken}{CALL}") == (broken, "", [CALLED])
 
 
+@pytest.mark.parametrize("text", ["<", "a <", "so</think>"])
+@pytest.mark.parametrize("size", [1, 2, 1000])
+def test_text_like_the_start_of_a_marker_is_kept_before_a_broken_call(
+    readers: ResponseReaders, text: str, size: int
+) -> None:
+    broken = f"{text}<tool_call>{{oh</tool_call>"
+    assert read(readers, broken, size=size) == (broken, "", [])
+
+
 def test_an_unfinished_call_is_content(readers: ResponseReaders) -> None:
     assert read(readers, '<tool_call>{"name": "wea') == ('<tool_call>{"name": "wea', "", [])
 
