@@ -170,6 +170,8 @@ class ResponseReader:
         calls = template.fields.get(CALLS_FIELD)
         is_json = calls is not None and calls.content == "json" and not calls.content_args
         self._json_opening = calls.open_re if is_json else None  # start of a call, if calls are plain JSON
+        # End of a call, unless calls are JSON, which shows by itself whether a call is whole.
+        self._closing = None if calls is None or calls.content == "json" else calls.close_re
         self._call: CallText | None = None  # call whose region is open
         self._unread = ""  # text since the last segment, markers included
         self._follows_marker = False  # whether `_unread` begins with a marker
@@ -222,13 +224,17 @@ class ResponseReader:
     def _finished_calls(self, value: Any) -> list[Segment]:
         call = self._call
         self._call = None
+        closed = None if self._closing is None else self._closing.search(self._unread)
+        if self._closing is not None and closed is None:  # the answer ended within the call
+            return self._flush_as_content()
         try:
             calls = [_call(one, call) for one in (value if isinstance(value, list) else [value])]
         except UNREADABLE:
             return self._flush_as_content()
         if not self._offers_tools:
             return self._flush_as_content()
-        self._take_unread()
+        text = self._take_unread()
+        self._unread = "" if closed is None else text[closed.end() :]
         return list(calls)
 
     def _flush_as_content(self) -> list[Segment]:

@@ -20,7 +20,7 @@ from serve_app.api.tool_calls import (
     find_template,
     read_whole,
 )
-from tests.call_writers import special_writer
+from tests.call_writers import special_writer, tagged_writer
 from tests.talking_tokenizer import MODEL_TYPE, talking_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -103,6 +103,22 @@ def test_text_like_the_start_of_a_marker_is_kept_before_a_broken_call(
 ) -> None:
     broken = f"{text}<tool_call>{{oh</tool_call>"
     assert read(readers, broken, size=size) == (broken, "", [])
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("end", "rest"),
+    [
+        ("", "\n</function>\n</tool_call>"),
+        ("\n<parameter=day>\nMon", "\n</parameter>\n</function>\n</tool_call>"),
+        ("\n</function>\n", "</tool_call>"),
+    ],
+)
+def test_an_unfinished_call_with_tagged_arguments_is_content(size: int, end: str, rest: str) -> None:
+    begun = f"<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>{end}"
+    called = Call("weather", json.dumps({"city": "Bern"} | ({"day": "Mon"} if "day" in end else {})))
+    parts = read(tagged_writer().readers, f"{begun}{rest}{begun}{rest}{begun}", size=size)
+    assert parts == (begun, "", [called, called])
 
 
 def test_an_unfinished_call_is_content(readers: ResponseReaders) -> None:
