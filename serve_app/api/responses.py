@@ -144,9 +144,7 @@ class ResponseWriter:
 
     def event(self, event: ChoiceEvent, usage: Callable[[], Usage]) -> Iterator[str]:
         del usage
-        if not self._events:
-            yield self._sent("response.created", response=self._response.model_dump())
-            yield self._sent("response.in_progress", response=self._response.model_dump())
+        yield from self._begin()
         match event.segment:
             case Content(text) | Reasoning(text) if text:
                 yield from self._grow(event.segment)
@@ -167,7 +165,14 @@ class ResponseWriter:
         error = failure.detail
         fault = ResponseFault(code=ERROR_CODES.get(error.type, "server_error"), message=error.message)
         update = {"status": "failed", "error": fault, "output": tuple(self._items)}
-        return self._sent("response.failed", response=self._response.model_copy(update=update).model_dump())
+        begun = "".join(self._begin())  # a stream may fail after a keep-alive comment, before its first event
+        return begun + self._sent("response.failed", response=self._response.model_copy(update=update).model_dump())
+
+    def _begin(self) -> Iterator[str]:
+        """Returns the events that begin a stream, once."""
+        if not self._events:
+            yield self._sent("response.created", response=self._response.model_dump())
+            yield self._sent("response.in_progress", response=self._response.model_dump())
 
     def _grow(self, new: Content | Reasoning) -> Iterator[str]:
         kind = MessageItem if isinstance(new, Content) else ReasoningItem

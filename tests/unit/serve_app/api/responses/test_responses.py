@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any, get_type_hints
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -15,6 +16,9 @@ from pydantic import BaseModel
 from cluster.errors import TargetLostError
 from cluster.routing.ledger import Ended
 from protos.messages import Finish
+from serve_app.api.failures import failure_of
+from serve_app.api.fields import RequestBounds, parse
+from serve_app.api.responses import ResponseWriter, as_chat, initial_response
 from serve_app.api.responses_schemas import ResponsesRequest
 from serve_app.api.validation import GenerationDefaults
 from tests.asgi_front import MODEL, AsgiFront, asgi_front, stream_events, talking_codec
@@ -217,6 +221,19 @@ async def test_a_failure_ends_the_stream_as_failed(front: AsgiFront) -> None:
     stream = await front.openai.responses.create(model=MODEL, input="Tell.", stream=True)
     last = [event async for event in stream][-1]
     assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
+
+
+async def test_a_stream_that_fails_before_its_first_text_is_read_by_the_client() -> None:
+    chat = as_chat(parse(ResponsesRequest, b'{"model": "toy", "input": "Tell."}', RequestBounds()), RequestBounds())
+    text = ResponseWriter(initial_response(chat, "resp_1", 0)).failed(failure_of(TargetLostError("gone")))
+    answer = httpx.Response(200, text=text, headers={"Content-Type": "text/event-stream"})
+    async with (
+        httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answer)) as http,
+        openai.AsyncOpenAI(base_url="http://test", api_key="none", http_client=http) as client,
+        client.responses.stream(model=MODEL, input="Tell.") as stream,
+    ):
+        kinds = [event.type async for event in stream]
+    assert kinds == ["response.created", "response.in_progress", "response.failed"]
 
 
 async def test_events_are_named_on_the_wire(front: AsgiFront) -> None:
