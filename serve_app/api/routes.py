@@ -405,7 +405,8 @@ class ApiEndpoint(Generic[RequestT]):
         sessions = request.prompt_count * request.n
         model.generator.check_room(sessions)
         if grammar is not None:
-            await model.grammars.check(grammar)
+            grammars = await service.in_thread(lambda: model.grammars)  # first use: reads the vocabulary for seconds
+            await grammars.check(grammar)
         exchange.take(sessions)
         record.request = request
         record.name = header or request.request_id or record.name

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import Future
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -9,9 +10,13 @@ from llguidance import LLMatcher
 
 from actors.grammars import GrammarCompiler, grammar_vocabulary
 from cluster.errors import CapacityError, RequestError
+from cluster.routing.ledger import Ended
+from protos.messages import Finish
 from serve_app.api.fields import RequestBounds, parse
 from serve_app.api.grammars import GrammarCheck, RequestedGrammar, content_grammar
 from serve_app.api.request_schemas import ChatRequest, CompletionRequest
+from serve_app.api.text import TextCodec
+from tests.asgi_front import MODEL, asgi_front
 from tests.byte_tokenizer import byte_tokenizer
 from tests.unit.serve_app.api.sample_requests import refusal_of
 
@@ -207,3 +212,26 @@ def test_chats_take_the_same_fields():
     body = {"model": "toy", "messages": [{"role": "user", "content": "x"}], **by_schema(POINT)}
     request = parse(ChatRequest, json.dumps(body).encode(), RequestBounds())
     assert takes(content_grammar(request.response_format, request.structured_outputs), '{"x":1,"y":2}')
+
+
+class RecordingCodec(TextCodec):
+    """Codec that records the threads on which it reads the vocabulary for grammars."""
+
+    threads: list[Thread]
+
+    def grammars(self) -> GrammarCompiler | None:
+        self.threads.append(current_thread())
+        return super().grammars()
+
+
+async def test_the_vocabulary_is_read_off_the_event_loop() -> None:
+    codec = RecordingCodec(TOKENIZER, (TOKENIZER.eos_token_id,))
+    codec.threads = []
+    async with asgi_front(codec) as front:
+        front.plays([*front.emits("{}"), Ended(Finish.STOP)])
+        for _ in range(2):
+            body = {"model": MODEL, "prompt": "x", "response_format": {"type": "json_object"}}
+            answer = await front.http.post("/v1/completions", json=body)
+            assert answer.json()["choices"][0]["text"] == "{}"
+    (thread,) = codec.threads
+    assert thread is not main_thread()
