@@ -397,7 +397,9 @@ class SessionRouter(Generic[F]):
     # ------------------------------------------------------------ sessions
 
     def add(self, assignment: F, now: float) -> Ready[F]:
-        """Adds a session and assigns its peers."""
+        """Adds a session and assigns its peers, after the targets of sessions that have waited longer."""
+        if self.targets and not self.are_targets_full(now):
+            self._place([one for one in self._waiting.values() if one.session.phase is Phase.SEEKING], now)
         self._assignments[assignment.name] = assignment
         self._place([assignment], now)
         return self._take_ready()

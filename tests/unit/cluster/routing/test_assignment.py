@@ -101,6 +101,17 @@ class RouterHarness:
         return [command.error for command in self.out.get(name, []) if isinstance(command, Failed)]
 
 
+def test_a_session_that_waits_for_a_full_target_precedes_a_new_one():
+    harness = RouterHarness("T", "")
+    waiting = harness.begin("a")
+    harness.refuse(waiting, "T")
+    harness.tick(0.1)
+    harness.now = 1.0  # the target may have room again, and no tick has come since
+    harness.begin("b")
+    opened = [session for session, _, message in harness.sent if isinstance(message, Open)]
+    assert opened == ["a", "a", "b"]
+
+
 def test_sessions_are_spread_over_both_pools():
     harness = RouterHarness("TU", "DE")
     assignments = [harness.begin(name) for name in "abcd"]
@@ -417,6 +428,7 @@ def test_prefixes_of_a_lost_target_are_forgotten(is_over):
     if is_over:
         harness.cancel(assignment)
     harness.gone("T")
+    harness.cancel(assignment)
     harness.assignments.targets.up("T")
     harness.begin("b", prompt=LONG)
     assert harness.assignments.routed == {"load": 2}
