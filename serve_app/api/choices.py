@@ -29,6 +29,7 @@ class Piece(NamedTuple):
     text: str
     drafted: bool
     rejected: str = ""
+    tokens: int = 1  # number of tokens whose text ends here
 
 
 @value
@@ -92,6 +93,7 @@ class ChoiceText:
         self._options = options
         self._last_token = -1
         self._rejected_text = ""  # rejected draft text to attach to the next piece
+        self._tokens_in_pieces = 0
         self._unmatched: deque[Piece] = deque()  # detokenized text that may be part of a stop string
         # Pieces for the next delta.
         self._pieces: list[Piece] = [Piece(options.echoed_text, False)] if options.echoed_text else []
@@ -166,7 +168,8 @@ class ChoiceText:
     def _add_text(self, text: str, drafted: bool) -> None:
         if not text:
             return
-        piece = Piece(text, drafted, self._rejected_text)
+        piece = Piece(text, drafted, self._rejected_text, self.tokens - self._tokens_in_pieces)
+        self._tokens_in_pieces = self.tokens
         self._rejected_text = ""
         if self.tokens <= self._options.min_tokens:
             self._pieces.append(piece)
@@ -187,8 +190,8 @@ class ChoiceText:
             piece = self._unmatched.popleft()
             text = piece.text
             if len(text) > count:
-                self._unmatched.appendleft(Piece(text[count:], piece.drafted))
-                piece = piece._replace(text=text[:count])
+                self._unmatched.appendleft(piece._replace(text=text[count:], rejected=""))
+                piece = piece._replace(text=text[:count], tokens=0)
             self._pieces.append(piece)
             count -= len(text)
 
@@ -299,7 +302,8 @@ class ChoiceStream:
         segments: list[Segment] = []
         for piece in delta.pieces:
             read = self._reader.push(piece.text)
-            self.reasoning_tokens += Reasoning in map(type, read)
+            if Reasoning in map(type, read):
+                self.reasoning_tokens += piece.tokens
             segments += read
         if delta.finish is not None:
             segments += self._reader.finish()

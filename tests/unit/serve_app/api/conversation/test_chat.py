@@ -235,6 +235,13 @@ async def test_reasoning_can_be_omitted(front: AsgiFront) -> None:
     assert "reasoning" not in message
 
 
+async def test_each_token_of_reasoning_counts_once(front: AsgiFront) -> None:
+    reasoning = "a🙂bé"  # characters of up to four tokens
+    front.plays([*front.emits(f"<think>{reasoning}</think>Yes."), STOP])
+    answer = await front.openai.chat.completions.create(model=MODEL, messages=[USER])
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len(front.codec.encode(reasoning))
+
+
 async def test_an_answer_truncated_in_a_call_ends_with_length(front: AsgiFront) -> None:
     front.plays([*front.emits('<tool_call>{"na'), Ended(Finish.LENGTH)])
     answer = await front.openai.chat.completions.create(model=MODEL, messages=[USER], tools=[WEATHER])
