@@ -230,7 +230,9 @@ class MinimumLength:
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> None:
         early = [row for row, path in enumerate(paths) if len(path) < self._missing]
-        forbid(logits, [row for row in early for _ in self._stop_ids], [*self._stop_ids] * len(early))
+        # A checkpoint may name end ids of padding rows of its embedding, which are never drawn.
+        drawable = [token for token in self._stop_ids if token < logits.shape[-1]]
+        forbid(logits, [row for row in early for _ in drawable], drawable * len(early))
 
 
 def forbid(logits: Tensor, rows: Sequence[int], ids: Sequence[int]) -> None:

@@ -187,6 +187,14 @@ def test_penalties_of_a_prefix_that_was_not_fed_here_count_all_the_same():
     assert outcome.next_token == 0, "4 was generated before"
 
 
+def test_a_minimum_length_may_have_end_ids_that_are_never_drawn():
+    """Such as an end id of a padding row of the embedding, which the tokenizer lacks."""
+    rules = TokenRules(min_len=3)
+    opened = an_open("a", tokens=(2,), stop_ids=(VOCABULARY, NEXT[2]), rules=rules, sampling=Sampling(temperature=0.0))
+    (outcome,) = an_executor().step(StepPlan((), (opened,), (a_row("a", (2,), 0),)))
+    assert outcome.next_token == 0, "the lowest id, since the end id is still forbidden"
+
+
 def test_noise_is_addressed_by_absolute_position():
     """A reopening does not change the draws at the same positions; other positions have other draws."""
     sampling = Sampling(temperature=1.0)
