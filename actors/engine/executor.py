@@ -32,12 +32,6 @@ class _SessionState:
     chain: ProcessorChain | None
     prompt_scores: list[TokenScore] | None = None  # from the second prompt token on; None: not requested
 
-    def take_prompt_scores(self) -> tuple[TokenScore, ...]:
-        """Returns the prompt's scores and clears them, so that they are sent once."""
-        scores = self.prompt_scores or ()
-        self.prompt_scores = None
-        return tuple(scores)
-
     def scored(self, row: Row) -> tuple[int, ...]:
         """Returns the prompt tokens to score with this row's logits; empty if no scores are requested."""
         if self.prompt_scores is None:
@@ -154,13 +148,14 @@ class StepExecutor:
         at = 0
         for row, block, decision, row_scores in zip(rows, blocks, decisions, scores, strict=True):
             session = self._sessions[row.session]
-            prompt_scores = session.take_prompt_scores()
+            prompt_scores = tuple(session.prompt_scores or ())
             first = at
             at += block.positions
             session.tokens[block.at.position :] = [row.draft.tokens[node] for node in decision.path]
             if not decision.is_finite or any(math.isnan(score.logprob) for score in prompt_scores):
                 outcomes.append(Outcome(row.session, (), 0, is_finite=False))
                 continue
+            session.prompt_scores = None  # sent once
             rival = session.open.rival
             outcomes.append(
                 Outcome(

@@ -580,6 +580,10 @@ class VerificationScheduler:
                 step.rows.append((session, row, None, None))
                 continue
             outcome = decided[name]
+            # An engine that reports only drawn tokens (vLLM) has already committed one.
+            if not outcome.is_finite and row.drafted and not self._limits.own_draws_only:
+                session.drop_draft()
+                continue
             if not outcome.is_finite:
                 step.ended.append(self._end_nonfinite(session, now))
                 continue

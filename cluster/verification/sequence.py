@@ -363,6 +363,15 @@ class TargetSequence:
             has_next_block,
         )
 
+    def drop_draft(self) -> None:
+        """Discards a draft that was verified with NaN or infinite logits; the next row has none.
+
+        A draft token that would have been rejected may be their cause, and attention spreads NaN to the whole row.
+        """
+        self.buffer.take()
+        self.cache.displaced_from = None  # the step began with the pending moves
+        self.exchange.no_draft(self.prefix.length)
+
     def learn(self, row: Row, outcome: Outcome, decision: Decision, now: float) -> None:
         """Updates the value of the session's drafts after a commit at time `now`."""
         exchange = self.exchange

@@ -114,7 +114,8 @@ class StateRead:
 class Outcome:
     """The result of one deciding row: the draft nodes on `path` are accepted, followed by `next_token`.
 
-    If `is_finite` is False, the row's logits were NaN or infinite; no token is decided, and the session must end.
+    If `is_finite` is False, the row's logits were NaN or infinite, and no token is decided. A draft may be the cause,
+    so the row is computed again without it. Without a draft, the session must end.
     """
 
     session: str

@@ -338,6 +338,16 @@ def test_nonfinite_logits_in_a_scored_prompt_fail_its_session() -> None:
     assert len(fine.prompt_scores) == 3
 
 
+def test_a_prompt_s_scores_outlast_a_draft_with_nonfinite_logits() -> None:
+    """The row is computed again without the draft."""
+    executor = StepExecutor(SpyRunner(5, torch.nan), VOCABULARY)
+    opened = an_open("s", tokens=(1, 2, 3), scoring=Scoring(None, 1))
+    (bad,) = executor.step(StepPlan((), (opened,), (a_row("s", (1, 2, 3, 5), 0, draft=DraftTree.chain((5,))),)))
+    (good,) = executor.step(StepPlan((), (), (a_row("s", (1, 2, 3), 0),)))
+    assert (bad.is_finite, good.is_finite, good.next_token) == (False, True, NEXT[3])
+    assert len(good.prompt_scores) == 2
+
+
 # ---------------------------------------------------------------- limits
 
 

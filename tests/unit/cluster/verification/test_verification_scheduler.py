@@ -15,7 +15,7 @@ from cluster.verification.block_buffer import BufferLimits
 from cluster.verification.sequence import cut_at_end
 from cluster.verification.step import Outcome
 from protos.codec import encoded_bytes
-from protos.draft_tree import DraftTree, SparseProbs
+from protos.draft_tree import NO_TREE, DraftTree, SparseProbs
 from protos.messages import (
     Acceptance,
     Detach,
@@ -396,7 +396,7 @@ def test_nonfinite_logits_end_their_session_without_a_token_and_no_session_reads
     target.step()
     first = prompts["bad"] + text(prompts["bad"], 1)
     target.attach(first, "bad")
-    target.block(first, text(first, 2), "bad")
+    target.scheduler.receive(DRAFTER, NoDraft("bad", len(first), Prefix(KEY, first).hash), target.now)
     plan = target.scheduler.plan(target.now)
     sends = target.scheduler.apply(broken(target.compute(plan), "bad"), 0.1, target.now)
     ((receiver, refusal),) = [send for send in sends if isinstance(send[1], Refusal)]
@@ -410,6 +410,27 @@ def test_nonfinite_logits_end_their_session_without_a_token_and_no_session_reads
     target.scheduler.receive(DRAFTER, Detach("bad"), target.now)
     assert target.open("bad", attempt=2, tokens=prompts["bad"], max_len=12) == []
     assert target.scheduler.plan(target.now).rows[-1].start == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["beside the prompt", "after the prompt"])
+def test_a_draft_with_nonfinite_logits_is_dropped_and_its_session_continues(steps):
+    """The cause may be a draft token that would have been rejected."""
+    target = Target()
+    target.open(tokens=PROMPT, max_len=12)
+    got: Tokens = ()
+    for _ in range(steps):
+        got += only_verdict(target.step()).tokens
+    target.attach(PROMPT + got)
+    target.block(PROMPT + got, (*text(PROMPT + got, 1), 0))
+    plan = target.scheduler.plan(target.now)
+    assert target.scheduler.apply(broken(target.compute(plan), "s"), 0.1, target.now) == []
+    got += only_verdict(target.step()).tokens
+    (drafted,), (alone,) = target.rows[-2:]
+    assert drafted.drafted == 2
+    assert alone == replace(drafted, tokens=drafted.tokens[:-2], draft=NO_TREE)
+    target.block(PROMPT + got, text(PROMPT + got, 2))
+    assert only_verdict(target.step()).tokens == text(PROMPT + got, 3)
+    assert target.rows[-1][0].drafted == 2, "the drafter remains in use"
 
 
 def test_sessions_beside_one_with_nonfinite_logits_get_their_texts():
