@@ -52,9 +52,39 @@ def error_lines(error: ValidationError, model: type[BaseModel], whole: str) -> l
     return [f"{'.'.join(map(str, fault['loc'])) or whole}: {_message(fault, model)}" for fault in error.errors()]
 
 
+PLAIN_MESSAGES: Mapping[str, str] = MappingProxyType(
+    {
+        "missing": "missing {member}; add it",
+        "greater_than": "expected more than {gt}",
+        "greater_than_equal": "expected at least {ge}",
+        "less_than": "expected less than {lt}",
+        "less_than_equal": "expected at most {le}",
+        "finite_number": "expected a finite number",
+        "literal_error": "expected {expected}",
+        "string_pattern_mismatch": "expected a string that matches {pattern}",
+        "string_too_short": "expected a string of {min_length} or more characters",
+        "string_too_long": "expected a string of at most {max_length} characters",
+        "value_error": "{error}",
+        **dict.fromkeys(("bool_type", "bool_parsing"), "expected true or false"),
+        **dict.fromkeys(("float_type", "float_parsing"), "expected a number"),
+        **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "expected an integer"),
+        "string_type": "expected a string",
+        **dict.fromkeys(("list_type", "tuple_type"), "expected a list"),
+        **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "expected {mapping}"),
+    }
+)
+"""Messages by type of pydantic's error, in place of its own."""
+
+
+def plain_message(fault: ErrorDetails, member: str, mapping: str) -> str:
+    """Returns the message of a validation error; `member` and `mapping` are what the format calls these."""
+    template = PLAIN_MESSAGES.get(fault["type"])
+    return fault["msg"] if template is None else template.format(**fault.get("ctx", {}), member=member, mapping=mapping)
+
+
 def _message(fault: ErrorDetails, model: type[BaseModel]) -> str:
     if fault["type"] != "extra_forbidden":
-        return fault["msg"]
+        return plain_message(fault, "key", "a mapping")
     *sections, key = map(str, fault["loc"])
     keys = _keys(sections, model)
     close = get_close_matches(key, keys, n=1)

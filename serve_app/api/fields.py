@@ -9,8 +9,9 @@ value of their type. Fields of unsupported features accept only values that leav
 error that names the field, since an answer without the feature would be wrong.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -27,6 +28,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema, from_json
 
+from cluster.config import plain_message
 from cluster.errors import RequestError
 
 
@@ -69,13 +71,16 @@ class RequestPart(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
-        """Drops nulls and all but a few unknown fields; the error message names only those."""
+        """Drops nulls and all but a few unknown fields, whose values become the nearest known names.
+
+        The error message names only those fields.
+        """
         if not isinstance(data, dict):
             return data
         names = {field.alias or name for name, field in cls.model_fields.items()}
         values = {name: data[name] for name in names if data.get(name) is not None}
-        unknown = (name for name in data if name not in names)
-        return values | dict.fromkeys(islice(unknown, MAX_FAULTS))
+        unknown = islice((name for name in data if name not in names), MAX_FAULTS)
+        return values | {name: _nearest(name, names) for name in unknown}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -84,6 +89,11 @@ class RequestPart(BaseModel):
         for name in fields.keys() - set(described.get("required", ())):
             fields[name] = _nullable(fields[name])
         return described
+
+
+def _nearest(name: str, known: Collection[str]) -> str | None:
+    """Returns the known name that a field may have been meant to be."""
+    return next(iter(get_close_matches(name, known, n=1)), None) if len(name) <= MAX_NAME_CHARS else None
 
 
 def _nullable(field: dict[str, Any]) -> dict[str, Any]:
@@ -205,13 +215,20 @@ def _check_count(count: int, most: int, subject: str) -> None:
 
 
 def _refusal(error: ValidationError) -> RequestError:
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
-    reported = [(_path(fault["loc"]), shortened(fault["msg"])) for fault in faults[:MAX_FAULTS]]
+    faults = error.errors(include_url=False)
+    reported = [(_path(fault["loc"]), shortened(_message(fault))) for fault in faults[:MAX_FAULTS]]
     message = "; ".join(f"{path or 'body'}: {fault}" for path, fault in reported)
     unreported = len(faults) - len(reported)
     return RequestError(
         f"{message}; and {unreported} more" if unreported else message, reported[0][0] or None, _code(faults[0])
     )
+
+
+def _message(fault: ErrorDetails) -> str:
+    if fault["type"] != "extra_forbidden":
+        return plain_message(fault, "field", "an object")
+    nearest = fault["input"]  # see RequestPart
+    return f"unknown field; {'leave it out' if nearest is None else f'did you mean {nearest}?'}"
 
 
 def _code(fault: ErrorDetails) -> str:

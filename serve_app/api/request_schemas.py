@@ -102,7 +102,7 @@ class ChatMessage(UnservedMessageFields):
     @classmethod
     def _only_assistants_omit_content(cls, value: object, info: ValidationInfo) -> object:
         if value is None and info.data.get("role", "assistant") != "assistant":
-            raise PydanticCustomError("missing", "Field required")
+            raise PydanticCustomError("missing", "missing field; add it")
         return value
 
     @field_validator("tool_calls", "reasoning", "reasoning_content")

@@ -132,6 +132,24 @@ def test_an_unknown_key_is_refused_with_the_known_ones(section, expected):
         validated(section)
 
 
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"server": {"port": 99999}}, "server.port: expected at most 65535"),
+        ({"server": {"port": "many"}}, "server.port: expected an integer"),
+        ({"server": {"page": "maybe"}}, "server.page: expected true or false"),
+        ({"server": 5}, "server: expected a mapping"),
+        ({"model": {}}, "model.target: missing key; add it"),
+        ({"model": {"target": "m", "dtype": "int3"}}, "model.dtype: expected 'float32', 'bfloat16' or 'float16'"),
+        ({"draft": {"replicas": {"min": 3, "max": 2}}}, "draft.replicas: max is 2, expected at least min (3)"),
+    ],
+)
+def test_an_invalid_value_is_refused_with_the_expected_one(section, expected):
+    with pytest.raises(ConfigError) as error:
+        validated(SMALLEST | section)
+    assert str(error.value) == f"invalid configuration\n  {expected}"
+
+
 def sections_of(model: type[BaseModel], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Yields all sections of a configuration, including nested ones, as key paths."""
     found = [path]
@@ -361,7 +379,7 @@ def test_paths_and_overrides_of_several_models(tmp_path):
         ({"drafts": {"cheap": {"method": "ngram"}, "idle": {"method": "ngram"}}}, "drafts.idle is the draft pool of"),
         ({"models": {"a": NAMED, "b": NAMED}, "drafts": {}}, "several models or adapters are served as x"),
         ({"server": {"served_names": ["x"]}}, "server.served_names names a single model"),
-        ({"models": {"Large": {"model": {"target": "t"}}}}, "models.Large.[key]: String should match pattern"),
+        ({"models": {"Large": {"model": {"target": "t"}}}}, "models.Large.[key]: expected a string that matches"),
         ({"models": {"a": {"model": {"target": "t"}}, "b": {"model": {"target": "u"}}},
           "draft": {"method": "medusa", "model": "h"}, "drafts": {}}, "draft serves several models, but method medusa"),
         ({"models": {"a": {"model": {"target": "t"}, "speculation": {"acceptance": "rejection"},

@@ -81,8 +81,42 @@ def test_ten_errors_are_listed_and_the_rest_counted() -> None:
 
 def test_only_a_few_unknown_fields_are_validated() -> None:
     message = str(refusal({"prompt": "a"} | {f"f{number}": 1 for number in range(MANY)}))
-    assert message.count("Extra inputs") == 10
+    assert message.count("unknown field; leave it out") == 10
     assert "more" not in message
+
+
+HELLO = user("a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "code"),
+    [
+        (HELLO | {"foo": 1}, "foo: unknown field; leave it out", "unknown_parameter"),
+        (HELLO | {"max_token": 1}, "max_token: unknown field; did you mean max_tokens?", "unknown_parameter"),
+        (
+            HELLO | {"speculation": {"draft_token": 1}},
+            "speculation.draft_token: unknown field; did you mean draft_tokens?",
+            "unknown_parameter",
+        ),
+        ({}, "prompt: missing field; add it", "missing_required_parameter"),
+        (
+            {"messages": [{"role": "user"}]},
+            "messages[0].content: missing field; add it",
+            "missing_required_parameter",
+        ),
+        (HELLO | {"temperature": "x"}, "temperature: expected a number", "invalid_type"),
+        (HELLO | {"n": 0}, "n: expected at least 1", "invalid_value"),
+        ({"messages": [5]}, "messages[0]: expected an object", "invalid_type"),
+        (
+            HELLO | {"response_format": {"type": "x"}},
+            "response_format.type: expected 'text', 'json_object' or 'json_schema'",
+            "invalid_value",
+        ),
+    ],
+)
+def test_messages_are_short_with_openais_codes(fields: dict[str, Any], message: str, code: str) -> None:
+    error = refusal(fields)
+    assert (str(error), error.field, error.code) == (message, message.split(":")[0], code)
 
 
 @pytest.mark.parametrize("piece", ["[]", "{}", "[[]]"])
