@@ -13,6 +13,9 @@ class ModelError(SlipstreamError):
     """A checkpoint cannot be used as requested."""
 
 
+INVALID_VALUE = "invalid_value"  # OpenAI's error code of a value that is out of range
+
+
 class RequestError(SlipstreamError):
     """A request is invalid; `field` names the invalid field, and `code` is the error code."""
 

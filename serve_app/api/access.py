@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.config_sections import ApiKey
-from cluster.errors import CapacityError, ConfigError, RequestError
+from cluster.errors import INVALID_VALUE, CapacityError, ConfigError, RequestError
 from cluster.routing.ledger import Generation
 from serve_app.api.replies import ErrorDetail, error_response
 from serve_app.api.request_schemas import REQUEST_ID_PATTERN, GenerationRequest
@@ -54,7 +54,7 @@ class Caller:
         for name, limit in request.token_limits.items():
             if self.max_tokens is not None and limit > self.max_tokens:
                 message = f"{name} is {limit}, expected at most {self.max_tokens}, the limit of this key"
-                raise RequestError(message, name)
+                raise RequestError(message, name, INVALID_VALUE)
 
     def bounded(self, generations: Sequence[Generation]) -> list[Generation]:
         """Applies the key's limits to sessions; keys and adapters share no cached pages."""
@@ -78,7 +78,8 @@ class Exchange:
         """Adds sessions to the request. Raises CapacityError or RequestError if the key's limit is exceeded."""
         most = self.caller.max_sessions
         if most is not None and sessions > most:
-            raise RequestError(f"n: {sessions} sessions requested, expected at most {most}, the limit of this key", "n")
+            message = f"n: {sessions} sessions requested, expected at most {most}, the limit of this key"
+            raise RequestError(message, "n", INVALID_VALUE)
         if most is not None and self.caller.sessions + sessions > most:
             raise CapacityError(f"this key has {self.caller.sessions} of {most} sessions in flight; try again later")
         self.caller.sessions += sessions

@@ -29,7 +29,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema, from_json
 
 from cluster.config import plain_message
-from cluster.errors import RequestError
+from cluster.errors import INVALID_VALUE, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ def _message(fault: ErrorDetails) -> str:
 def _code(fault: ErrorDetails) -> str:
     """Returns OpenAI's error code for a validation error."""
     kind = fault["type"]
-    return CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    return CODES.get(kind, "invalid_type" if kind.endswith("_type") else INVALID_VALUE)
 
 
 MEMBER = "\0"  # begins the tags of union members, which pydantic adds to the locations of errors

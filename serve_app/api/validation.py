@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import GenerationConfig
 
 from cluster.config import LearningOptions, SlipstreamConfig
-from cluster.errors import ConfigError, RequestError
+from cluster.errors import INVALID_VALUE, ConfigError, RequestError
 from cluster.learning import Source, may_learn
 from cluster.routing.ledger import Generation
 from protos.from_pb import REPETITION_PENALTIES
@@ -55,7 +55,7 @@ def scoring_of(request: GenerationRequest, prompt_tokens: int) -> Scoring:
     if numbers > MAX_PROMPT_NUMBERS:
         field = "prompt_logprobs" if request.prompt_logprobs is not None else "echo"
         message = f"{field} asks for {numbers} log probabilities of {prompt_tokens} prompt tokens over all choices,"
-        raise RequestError(f"{message} expected at most {MAX_PROMPT_NUMBERS}", field)
+        raise RequestError(f"{message} expected at most {MAX_PROMPT_NUMBERS}", field, INVALID_VALUE)
     return scoring
 
 
@@ -218,7 +218,7 @@ def _check_count(request: GenerationRequest, most: int) -> None:
     if count * request.n > most:
         field = request.prompt_field if count > most else "n"
         message = f"{field}: {count} prompts with n = {request.n} exceed the limit of {most} sessions per request"
-        raise RequestError(message, field)
+        raise RequestError(message, field, INVALID_VALUE)
 
 
 def _check_limits(request: GenerationRequest, context: int) -> None:
@@ -279,7 +279,7 @@ def _check_speculation(request: GenerationRequest, limit: int, drafts_are_transl
     if options.draft_tokens is not None and options.draft_tokens > limit:
         field = "speculation.draft_tokens"
         message = f"{field} is {options.draft_tokens}, expected at most {limit}, this server's limit"
-        raise RequestError(message, field)
+        raise RequestError(message, field, INVALID_VALUE)
 
 
 def _acceptance(request: GenerationRequest, default: str) -> Acceptance:

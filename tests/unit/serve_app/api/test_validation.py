@@ -194,8 +194,15 @@ def test_the_longest_text_that_may_fit_is_accepted() -> None:
 def test_sessions_per_request_are_limited() -> None:
     few = config().model_copy(update={"server": ServerConfig(max_request_sessions=3)})
     check_request(completion(n=3), config=few, max_token_chars=MAX_TOKEN_CHARS)
-    with pytest.raises(RequestError, match="n: 1 prompts with n = 4 exceed the limit of 3"):
+    with pytest.raises(RequestError, match="n: 1 prompts with n = 4 exceed the limit of 3") as caught:
         check_request(completion(n=4), config=few, max_token_chars=MAX_TOKEN_CHARS)
+    assert caught.value.code == "invalid_value"
+
+
+def test_more_draft_tokens_than_the_servers_limit_are_an_invalid_value() -> None:
+    with pytest.raises(RequestError, match="expected at most 5, this server's limit") as caught:
+        check_request(completion(speculation={"draft_tokens": 6}), config=config(), max_token_chars=MAX_TOKEN_CHARS)
+    assert caught.value.code == "invalid_value"
 
 
 def test_ignoring_eos_leaves_no_stop_ids() -> None:
