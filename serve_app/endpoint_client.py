@@ -34,7 +34,11 @@ Turn = tuple[str, str]
 
 
 class EndpointError(SlipstreamError):
-    """Raised if the endpoint cannot be reached or refuses the request."""
+    """The endpoint cannot be reached or refuses the request; `param` is the request field that it refuses."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +265,14 @@ def _body(model: str, question: ChatQuestion, trace: bool) -> dict[str, Any]:
 def _check(response: httpx.Response) -> None:
     if response.is_success:
         return
+    request = response.request
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        is_wrong = "Authorization" in request.headers
+        problem = "does not accept this API key; correct" if is_wrong else "requires an API key; set"
+        raise EndpointError(f"{request.url} {problem} --api-key or SLIPSTREAM_API_KEY")
     try:
-        message = response.json()["error"]["message"]
+        error = response.json()["error"]
+        message, param = error["message"], error.get("param")
     except (ValueError, KeyError, TypeError):
-        message = response.text[:300]
-    raise EndpointError(f"{response.request.url} answered {response.status_code}: {message}")
+        message, param = response.text[:300], None
+    raise EndpointError(f"{request.url} answered {response.status_code}: {message}", param)

@@ -4,8 +4,9 @@ Ctrl-C ends an answer; the conversation keeps the received part.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -16,6 +17,10 @@ from serve_app.endpoint_client import ChatEndpoint, ChatQuestion, EndpointError,
 
 EXIT_COMMAND = "/bye"
 NEW = "/new"
+OPTIONS: Mapping[str, str] = MappingProxyType(
+    {"max_tokens": "--max-tokens", "speculation.draft_tokens": "--draft-tokens", "seed": "--seed"}
+)
+"""Options of `chat` by request field."""
 ApiKey = Annotated[
     str | None, typer.Option("--api-key", envvar="SLIPSTREAM_API_KEY", help="API key, if the server requires one.")
 ]
@@ -116,9 +121,15 @@ def _answer(
     except KeyboardInterrupt:
         summary = "[stopped]"
     except EndpointError as error:
-        summary = f"[{error}]"
+        summary = f"[{with_option(error)}]"
     conversation.add(prompt, "".join(texts))
     console.print(f"\n{summary}", style="dim", markup=False, highlight=False)
+
+
+def with_option(error: EndpointError) -> str:
+    """Returns the error's message, with the option that sets the refused field."""
+    option = OPTIONS.get(error.param or "")
+    return str(error) if option is None else f"{error}; set {option}"
 
 
 async def _model(url: str, key: str | None) -> str:

@@ -1,7 +1,7 @@
 """Tests the client against a scripted server without sockets."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -24,8 +24,11 @@ def chunk(text: str | None, **extra: Any) -> str:
     return f"data: {json.dumps({'choices': choices, **extra})}\n\n"
 
 
-def endpoint(answer: Callable[[httpx.Request], httpx.Response]) -> ChatEndpoint:
-    return ChatEndpoint(httpx.AsyncClient(base_url="http://scripted", transport=httpx.MockTransport(answer)))
+def endpoint(
+    answer: Callable[[httpx.Request], httpx.Response], headers: Mapping[str, str] | None = None
+) -> ChatEndpoint:
+    transport = httpx.MockTransport(answer)
+    return ChatEndpoint(httpx.AsyncClient(base_url="http://scripted", transport=transport, headers=headers))
 
 
 def streaming(*events: str) -> ChatEndpoint:
@@ -72,6 +75,28 @@ async def test_a_refusal_contains_the_servers_message() -> None:
     server = endpoint(lambda _: httpx.Response(400, json={"error": {"message": "max_tokens is 9, expected at most 8"}}))
     with pytest.raises(EndpointError, match="400: max_tokens is 9, expected at most 8"):
         await server.ask("m", ChatQuestion("hi", 9))
+
+
+async def test_a_refusal_names_the_field() -> None:
+    error = {"message": "max_tokens is 9, expected at most 8", "param": "max_tokens"}
+    server = endpoint(lambda _: httpx.Response(400, json={"error": error}))
+    with pytest.raises(EndpointError) as caught:
+        await server.ask("m", ChatQuestion("hi", 9))
+    assert caught.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, "requires an API key; set --api-key or SLIPSTREAM_API_KEY"),
+        ({"Authorization": "Bearer k"}, "does not accept this API key; correct --api-key or SLIPSTREAM_API_KEY"),
+    ],
+)
+async def test_a_missing_or_wrong_key_is_refused_with_the_option(headers: dict[str, str], expected: str) -> None:
+    server = endpoint(lambda _: httpx.Response(401, json={"error": {"message": "send the header"}}), headers)
+    with pytest.raises(EndpointError) as caught:
+        await server.model()
+    assert str(caught.value) == f"http://scripted/v1/models {expected}"
 
 
 async def test_a_failure_within_a_stream_is_raised() -> None:
