@@ -274,7 +274,10 @@ def check(
     models: Annotated[bool, typer.Option("--models", help="Also check the files of its models.")] = False,
 ) -> None:
     """Checks CONFIG, and with --models its checkpoints; reports every problem."""
+    from serve_app.operations.checks import check_keys
+
     config = load(config_path, overrides)
+    check_keys(config.server)
     if models:
         for line in check_models_of(config, Console(stderr=True)):
             typer.echo(line)

@@ -58,6 +58,16 @@ def test_the_demo_config_passes() -> None:
     assert CliRunner().invoke(app, ["config", "check", str(CONFIG)]).exit_code == 0
 
 
+@pytest.mark.parametrize("name", ["server.host", "server.admin.host"])
+def test_an_exposed_address_needs_keys(
+    name: str, config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exposed = ("config", "check", config_file, "--set", f"{name}=0.0.0.0")
+    assert run_main(monkeypatch, *exposed) == 2
+    assert f"{name} is 0.0.0.0, reachable from other machines, and server.keys is empty" in capsys.readouterr().err
+    assert CliRunner().invoke(app, [*map(str, exposed), "--set", "server.insecure=true"]).exit_code == 0
+
+
 def test_environment_variables_override_the_file(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM__MODEL__DTYPE", "int3")
     assert run_main(monkeypatch, "config", "check", config_file) == 2
