@@ -746,7 +746,7 @@ def load_config(
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a mapping; expected sections such as model, target and draft")
     for name, value in sorted((environment or {}).items()):
@@ -805,7 +805,16 @@ def _override(data: dict[str, Any], keys: list[str], value: str, name: str) -> N
     try:
         section[keys[-1]] = yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: '{value}' is not valid YAML: {error}") from error
+        raise ConfigError(f"{name}: '{value}' is not valid YAML: {_yaml_problem(error)}") from error
+
+
+def _yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """Returns a syntax error's position and problem; PyYAML's own message cites a `<unicode string>`."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(error).replace('\n  in "<unicode string>",', ", at")
+    mark = error.problem_mark
+    context = "" if error.context is None else f", {error.context}"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{context}"
 
 
 def _sections(data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:

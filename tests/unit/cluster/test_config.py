@@ -99,6 +99,23 @@ def test_a_file_that_is_no_mapping_is_refused_by_its_path(tmp_path, content):
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("a: [1\nb: 2\n", "line 2, column 2: expected ',' or ']', but got ':', while parsing a flow sequence"),
+        ("a: b: c\n", "line 1, column 5: mapping values are not allowed here"),
+        ("a: 1\n\tb: 2\n", "line 2, column 1: found character '\\t' that cannot start any token"),
+        ("a: \x07", "unacceptable character #x0007: special characters are not allowed, at position 3"),
+    ],
+)
+def test_a_syntax_error_is_located_in_the_file(tmp_path, content, problem):
+    path = tmp_path / "broken.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).startswith(f"{path} is not valid YAML: {problem}")
+
+
 def test_a_missing_file_is_refused_by_its_path(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         load_config(tmp_path / "absent.yaml")
