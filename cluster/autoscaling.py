@@ -32,7 +32,7 @@ class TargetReport:
     unread: float = 0.0  # number of sessions that have no output token yet
     first_token_s: float = 0.0  # mean time to first token; includes the wait so far of sessions without a token
     backlog_s: float = 0.0  # estimated prefill time of the `unread` sessions
-    gain: float = 1.0  # throughput with speculation divided by throughput without; 1 if unknown
+    gain: float = 1.0  # throughput with speculation divided by throughput without; 1 if unknown or off
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,9 @@ def _session_need(reports: Sequence[TargetReport], scaling: TargetScaling) -> Ne
     running = sum(report.running for report in reports)
     queued = sum(report.queued for report in reports)
     gain = max(report.gain for report in reports)
-    each = f"{scaling.sessions_per_replica:g} each without speculation, whose gain is {gain:.2f}"
-    return Need(load, f"{running:.1f} sessions run and {queued:.1f} queue, {each}")
+    each = f"{scaling.sessions_per_replica:g} for each replica"
+    by_gain = f", times a gain of {gain:.2f} from speculation" if gain > 1 else ""
+    return Need(load, f"{running:.1f} sessions run and {queued:.1f} queue, {each}{by_gain}")
 
 
 def _cache(reports: Sequence[TargetReport]) -> Need:

@@ -37,6 +37,19 @@ def test_a_gain_from_speculation_saves_targets_within_their_session_limit(gain: 
     assert targets_needed(TargetReport(running=24, gain=gain)) == replicas
 
 
+@pytest.mark.parametrize(
+    ("gain", "expected"),
+    [
+        (1.5, "8 for each replica, times a gain of 1.50 from speculation"),
+        (1.0, "8 for each replica"),  # also reported while speculation is off, whatever it gained
+        (0.8, "8 for each replica"),
+    ],
+)
+def test_the_reason_states_only_a_gain_that_saves_targets(gain: float, expected: str) -> None:
+    need = target_need([TargetReport(running=24, gain=gain)], TARGETS, 1)
+    assert need.why == f"24.0 sessions run and 0.0 queue, {expected}"
+
+
 def test_a_full_cache_needs_targets() -> None:
     assert targets_needed(TargetReport(running=1, cache=1.0)) == 1.25
 
