@@ -88,6 +88,7 @@ def bench(
     from serve_app.demo_data import BENCH_PROMPTS
     from tools.bench.experiment import Plan, read_prompts
     from tools.bench.reports import measure_rates, report_on_batches
+    from tools.progress import log_phase
 
     batch_options = {"--concurrency": concurrency, "--repeats": repeats, "--generate": generate or None}
     if dataset is not None:
@@ -116,6 +117,7 @@ def bench(
     from serve_app.operations.local import serving
 
     config = on_loopback(config)
+    log_phase(console, "Starting Slipstream and loading the models")
     with serving(config, console, address=address, verbose=verbose) as served_at:
         if rate:
             measure_rates(served_at, key, plan, rate, requests, console, *paths)

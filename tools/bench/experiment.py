@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
-from rich.progress import MofNCompleteColumn, Progress
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError
@@ -33,6 +32,7 @@ from tools.bench.latencies import (
     speedup,
 )
 from tools.bench.tables import arms_sheet, kinds_table, latencies_table, speedups_table
+from tools.progress import log_phase, progress
 
 SPECULATIVE = "speculative"
 PLAIN = "plain"
@@ -187,13 +187,14 @@ async def run_bench(
         endpoint = await stack.enter_async_context(ChatEndpoint.at(url))
         reference = None
         if generate:
+            log_phase(console, "Loading the model for generate")
             with console.status("Loading the model for generate"):
                 reference = await stack.enter_async_context(Reference.started(config))
         bench = Bench(endpoint, config.model.name, reference)
         total = sum(1 for _ in tasks(plan, bench.arms))
-        with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
-            bar = progress.add_task("Batches", total=total)
-            batches = await bench.run(plan, lambda: progress.advance(bar))
+        log_phase(console, "Warming up")
+        with progress(console, "Batches", total) as advance:
+            batches = await bench.run(plan, advance)
     report = BenchReport.of(batches)
     if json_path is not None:
         write_json(json_path, config.model_dump(mode="json"), plan, report, batches)

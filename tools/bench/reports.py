@@ -11,7 +11,6 @@ from html import escape
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
 
 from cluster.config import SlipstreamConfig
 from cluster.errors import ConfigError
@@ -22,6 +21,7 @@ from tools.bench.latencies import MEASURES, QUANTILES, LoadPoint
 from tools.bench.open_loop import Sweep, run_sweep
 from tools.bench.tables import latencies_table, milliseconds
 from tools.charts import line_chart, require_matplotlib, svg
+from tools.progress import log_phase, progress
 
 NAMES = {
     "ttft": "Time to the first token",
@@ -128,9 +128,9 @@ def measure_rates(
 async def _run_sweep(url: str, key: str | None, sweep: Sweep, console: Console) -> tuple[str, list[LoadPoint]]:
     async with ChatEndpoint.at(url, key) as endpoint:
         model = await endpoint.model()
-        with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
-            bar = progress.add_task("Runs", total=sweep.runs)
-            return model, await run_sweep(endpoint, model, sweep, lambda: progress.advance(bar))
+        log_phase(console, "Warming up")
+        with progress(console, "Runs", sweep.runs) as advance:
+            return model, await run_sweep(endpoint, model, sweep, advance)
 
 
 def _write_html(path: Path, model: str, conditions: str, load: str, points: Sequence[LoadPoint]) -> None:
