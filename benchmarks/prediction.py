@@ -48,7 +48,7 @@ from tools.simulation.config import Mode, SimulationConfig, Speculation
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Workload
 from tools.simulation.world import World
 
-SERVERS = {Mode.DRAFT_AHEAD: "adaptive", Mode.LOCK_STEP: "lock_step"}
+SERVERS = {Mode.ADAPTIVE: "adaptive", Mode.LOCK_STEP: "lock_step"}
 UNCACHED_TOKENS = 8  # per prompt: on average half of the last page is recomputed
 WARM_UP_TOKENS = 16
 TURNOVER = 3  # prompts in a batch, per concurrent request
@@ -99,7 +99,7 @@ def points_of(concurrencies: Iterable[int], draft_lengths: Sequence[int]) -> lis
     """Returns non-speculative decoding once per concurrency, then both modes at every draft length."""
     found = []
     for concurrency in concurrencies:
-        found.append(Point(Mode.DRAFT_AHEAD, concurrency, 0))
+        found.append(Point(Mode.ADAPTIVE, concurrency, 0))
         found += [Point(mode, concurrency, draft_tokens) for draft_tokens, mode in product(draft_lengths, SERVERS)]
     return found
 

@@ -56,11 +56,11 @@ def test_a_shared_drafter_lowers_the_maximum_gain():
     assert recommendation.limits.draft_s < 0.9 * alone.draft_s
     there = replace(inputs, draft=DraftQuality((recommendation.limits.acceptance,)))
     assert simulate(there, recommendation.limits.candidate).gain(recommendation.plain) == pytest.approx(1.0, rel=0.05)
-    assert "lock-step: 4 : 1, K = 4, 4 concurrent sessions" in " ".join(
+    assert "lock_step: 4 : 1, K = 4, 4 concurrent sessions" in " ".join(
         shown(recommendation_report(inputs, recommendation)).split()
     )
     found = recommendation_data(inputs, recommendation)["limits"]
-    assert (found["candidate"]["targets"], found["candidate"]["mode"], found["at_once"]) == (4, "lock-step", 4)
+    assert (found["candidate"]["targets"], found["candidate"]["mode"], found["at_once"]) == (4, "lock_step", 4)
 
 
 def test_parallel_processes_give_the_same_advice():
@@ -94,8 +94,8 @@ def test_an_overloaded_candidate_shows_no_latency():
     assert "grows" in shown(recommendation_report(inputs, some))
     assert "grows" not in shown(recommendation_report(inputs, recommendation))
     labels = {line.get_label() for line in recommendation_chart(inputs, some).axes[0].lines}
-    assert "draft-ahead" in labels
-    assert labels.isdisjoint({"lock-step", "plain"})
+    assert "adaptive" in labels
+    assert labels.isdisjoint({"lock_step", "plain"})
 
 
 def test_an_unsustainable_rate_is_reported():

@@ -16,7 +16,7 @@ from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
 
 DRAFT_LENGTHS = (2, 3, 5, 8)
 RATIOS = ((4, 1), (2, 1), (1, 1), (1, 2))  # (targets, drafters)
-MODES = (Mode.LOCK_STEP, Mode.DRAFT_AHEAD)  # `speculation.schedule`: lock_step and adaptive
+MODES = (Mode.LOCK_STEP, Mode.ADAPTIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class CandidateFleet:
         return has_same_speculation and self.drafters_per_target > other.drafters_per_target
 
 
-NON_SPECULATIVE = CandidateFleet(1, 0, 0, Mode.ADAPTIVE)
+NON_SPECULATIVE = CandidateFleet(1, 0, 0, Mode.NO_LOOKAHEAD)
 
 
 def candidates(inputs: PlanInput) -> Iterator[CandidateFleet]:

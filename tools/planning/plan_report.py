@@ -158,7 +158,9 @@ def recommendation_text(inputs: PlanInput, recommendation: Recommendation) -> st
         better = "better" if inputs.prices is None else "cheaper"
         return f"Use non-speculative decoding: no fleet with drafters is {better} under this load."
     per = f"{best.drafters} drafter{'s' * (best.drafters > 1)} for {best.targets} target{'s' * (best.targets > 1)}"
-    return f"Use {per}, blocks of up to {best.draft_tokens}, {best.name}: {_gain_text(inputs, recommendation)}."
+    return (
+        f"Use {per}, blocks of up to {best.draft_tokens}, schedule {best.name}: {_gain_text(inputs, recommendation)}."
+    )
 
 
 def _gain_text(inputs: PlanInput, recommendation: Recommendation) -> str:
@@ -181,7 +183,7 @@ def _gain(inputs: PlanInput, one: CandidateResult | InProcessResult, plain: Cand
 def _candidates_table(inputs: PlanInput, recommendation: Recommendation) -> Table:
     load = "under the given rate" if isinstance(inputs.arrivals, Poisson) else "at the given concurrency"
     title = f"Simulated {load}: targets : drafters, draft length K, and results per target"
-    made = table(title, "fleet", "K", "mode", "tokens/s", "gain", "latency, s", "busy, %", "cost/1M")
+    made = table(title, "fleet", "K", "schedule", "tokens/s", "gain", "latency, s", "busy, %", "cost/1M")
     best_first = sorted(recommendation.results, key=lambda one: _rank(inputs, one))[:MAX_TABLE_ROWS]
     for result in dict.fromkeys([recommendation.best, *best_first, recommendation.plain]):
         made.add_row(
@@ -238,7 +240,7 @@ def _limits_table(limits: Limits) -> Table:
     candidate = limits.candidate
     of = f"{candidate.targets} : {candidate.drafters}, K = {candidate.draft_tokens}"
     sessions = f"{limits.at_once} concurrent session{'s' * (limits.at_once > 1)} per target"
-    made = table(f"Limits of the gain in lock-step: {of}, {sessions}", "what", "value")
+    made = table(f"Limits of the gain with lock_step: {of}, {sessions}", "what", "value")
     enough = limits.acceptance
     made.add_row("minimum acceptance for a gain", "none" if enough is None else f"{enough:.2f}")
     made.add_row("drafting pass that cancels the gain, ms", shown(limits.draft_s * 1e3, ".1f"))
@@ -304,7 +306,7 @@ def theory_tables(formula_checks: list[FormulaCheck]) -> Group:
         "Tokens committed per verify: (1 - g^(K+1)) / (1 - g)", "acceptance g, K", "formula", "simulated", "differs"
     )
     gains = table(
-        "Gain over non-speculative decoding in lock-step, and the drafting pass that cancels it",
+        "Gain over non-speculative decoding with lock_step, and the drafting pass that cancels it",
         "acceptance g, K",
         "formula",
         "simulated",

@@ -96,11 +96,19 @@ def simulate_briefly(inputs: PlanInput, candidate: CandidateFleet) -> CandidateR
 
 
 def choose_best(results: Sequence[CandidateResult], inputs: PlanInput) -> CandidateResult:
-    """Returns the candidate with the fewest drafters per target among candidates about as good as the best."""
+    """Returns the candidate with the fewest drafters per target among candidates about as good as the best.
+
+    Of equal fleets, prefers the adaptive schedule, whose advantages the simulator does not show: sessions that differ
+    in acceptance, and costs that change.
+    """
     merit = merit_function(results, inputs)
     enough = EQUAL_MERIT_SHARE * max(map(merit, results))
     good = [one for one in results if merit(one) >= enough]
-    return min(good, key=lambda one: (one.candidate.drafters / one.candidate.targets, -merit(one)))
+
+    def preference(one: CandidateResult) -> tuple[float, bool, float]:
+        return one.candidate.drafters_per_target, one.candidate.mode is Mode.LOCK_STEP, -merit(one)
+
+    return min(good, key=preference)
 
 
 def merit_function(results: Sequence[CandidateResult], inputs: PlanInput) -> Callable[[CandidateResult], float]:

@@ -24,7 +24,7 @@ def main() -> None:
     scale.add_argument("--targets", type=int, default=200)
     scale.add_argument("--drafters", type=int, default=800)
     scale.add_argument("--sessions", type=int, default=20_000, help="concurrent sessions, with 64 tokens each")
-    scale.add_argument("--mode", type=Mode, default=Mode.DRAFT_AHEAD, help=", ".join(mode.value for mode in Mode))
+    scale.add_argument("--mode", type=Mode, default=Mode.ADAPTIVE, help=", ".join(mode.value for mode in Mode))
     scale.set_defaults(run=_scale)
     arguments = parser.parse_args()
     arguments.run(arguments)

@@ -90,11 +90,11 @@ class Fleet:
 
 
 class Mode(Enum):
-    """Schedule of drafting and verification."""
+    """Schedule of drafting and verification; the values of `speculation.schedule`, and one for comparison."""
 
-    LOCK_STEP = "lock-step"  # reference: draft for all sessions, then verify all
-    ADAPTIVE = "adaptive"  # the pacing policy sets waits and draft lengths
-    DRAFT_AHEAD = "draft-ahead"  # adaptive; drafters also draft ahead of verdicts
+    LOCK_STEP = "lock_step"  # reference: draft for all sessions, then verify all
+    NO_LOOKAHEAD = "no_lookahead"  # adaptive, but drafters do not draft ahead of verdicts
+    ADAPTIVE = "adaptive"  # the pacing policy sets waits and draft lengths; drafters also draft ahead of verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Speculation:
 
     draft_tokens: int  # draft length; 0 for non-speculative decoding
     draft: DraftQuality
-    mode: Mode = Mode.DRAFT_AHEAD
+    mode: Mode = Mode.ADAPTIVE
 
     @property
     def pacing(self) -> PacingPolicy:

@@ -287,7 +287,7 @@ class World:
         method = OracleMethod(self.reference_texts, config.speculation.draft, cost.tokens_per_forward)
         made = SimulatedDrafter(
             self._process(Role.DRAFTER),
-            DraftScheduler(limits, config.speculation.mode is Mode.DRAFT_AHEAD, method.shapes),
+            DraftScheduler(limits, config.speculation.mode is Mode.ADAPTIVE, method.shapes),
             method,
             cost,
             limits.max_sessions,

@@ -5,11 +5,13 @@ import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from cluster.config import SpeculationConfig
 from cluster.costs import CostModel, DraftCost, ForwardCost
 from cluster.errors import ConfigError
 from tools.cli import app
@@ -141,7 +143,7 @@ def test_no_draft_time_pays_if_verification_alone_costs_the_gain():
 def test_arrivals_last_equally_long_for_every_fleet(arrivals):
     loads = [
         simulation_config(
-            replace(SMALL, arrivals=arrivals), CandidateFleet(targets, 1, 4, Mode.ADAPTIVE), sessions=40
+            replace(SMALL, arrivals=arrivals), CandidateFleet(targets, 1, 4, Mode.NO_LOOKAHEAD), sessions=40
         ).load
         for targets in (1, 4)
     ]
@@ -152,7 +154,7 @@ def test_a_trial_measures_the_steady_state():
     """A drafter shared by two targets needs ten seconds until its drafts ahead pay; then it is a quarter faster."""
     slow = stated_costs(20.0, 0.1, 3.0, 0.6, 0.3)
     inputs = replace(SMALL, costs=slow, draft=DraftQuality((0.8,)), arrivals=ClosedLoop(4), new_tokens=64)
-    shared = CandidateFleet(2, 1, 3, Mode.DRAFT_AHEAD)
+    shared = CandidateFleet(2, 1, 3, Mode.ADAPTIVE)
     settled = World(simulation_config(inputs, shared, sessions=160)).run().tokens_per_s / 2
     assert simulate(inputs, shared).tokens_per_s == pytest.approx(settled, rel=0.05)
 
@@ -196,7 +198,7 @@ def test_prices_decide_among_fleets_that_keep_up_with_a_rate():
 
 
 def test_an_overloaded_fleet_has_a_latency_although_all_sessions_arrive_early():
-    result = simulate_briefly(replace(SMALL, arrivals=Poisson(200.0)), CandidateFleet(1, 1, 4, Mode.DRAFT_AHEAD))
+    result = simulate_briefly(replace(SMALL, arrivals=Poisson(200.0)), CandidateFleet(1, 1, 4, Mode.ADAPTIVE))
     assert result.latency_s > 0
 
 
@@ -229,7 +231,7 @@ def test_a_shared_drafter_may_be_best_if_drafters_are_expensive():
     """A shared drafter is cheaper at equal speed, even though it is not the best so far."""
     plain = replace(result(0, 60.0), candidate=NON_SPECULATIVE, cost_per_million=1.0)
     own = replace(result(1, 100.0), cost_per_million=1.2)
-    shared = CandidateFleet(4, 1, 4, Mode.ADAPTIVE)
+    shared = CandidateFleet(4, 1, 4, Mode.NO_LOOKAHEAD)
     assert is_promising(shared, [plain, own], replace(SMALL, prices=Prices(0.2, 0.2)))
     assert not is_promising(shared, [plain, own], replace(SMALL, prices=Prices(0.2, 2.0)))
     assert is_promising(shared, [plain], SMALL), "nobody knows yet"
@@ -237,13 +239,27 @@ def test_a_shared_drafter_may_be_best_if_drafters_are_expensive():
 
 
 def result(drafters: int, tokens_per_s: float, targets: int = 1) -> CandidateResult:
-    return CandidateResult(CandidateFleet(targets, drafters, 4, Mode.ADAPTIVE), tokens_per_s, 1.0, 0.1, 0.5, 0.5, None)
+    return CandidateResult(
+        CandidateFleet(targets, drafters, 4, Mode.NO_LOOKAHEAD), tokens_per_s, 1.0, 0.1, 0.5, 0.5, None
+    )
 
 
 def test_the_smaller_of_equal_fleets_is_recommended():
     assert choose_best([result(2, 100.0), result(1, 99.0)], SMALL).candidate.drafters == 1
     assert choose_best([result(2, 100.0), result(1, 97.0)], SMALL).candidate.drafters == 2
     assert choose_best([result(1, 100.0), result(1, 99.0, targets=2)], SMALL).candidate.targets == 2
+
+
+def test_the_adaptive_schedule_is_recommended_among_equals():
+    adaptive = replace(result(1, 99.0), candidate=CandidateFleet(1, 1, 4, Mode.ADAPTIVE))
+    lock_step = replace(result(1, 100.0), candidate=LOCK_STEP)
+    assert choose_best([lock_step, adaptive], SMALL) is adaptive
+    assert choose_best([lock_step, replace(adaptive, tokens_per_s=97.0)], SMALL) is lock_step
+
+
+def test_schedules_have_the_names_of_the_configuration():
+    schedules = get_args(SpeculationConfig.model_fields["schedule"].annotation)
+    assert {fleet.name for fleet in candidates(SMALL)} == {"plain", *schedules}
 
 
 def test_candidates_begin_without_speculation_and_are_distinct():
@@ -253,7 +269,7 @@ def test_candidates_begin_without_speculation_and_are_distinct():
 
 
 def test_cost_counts_the_whole_fleet():
-    fleet = CandidateFleet(2, 1, 4, Mode.ADAPTIVE)
+    fleet = CandidateFleet(2, 1, 4, Mode.NO_LOOKAHEAD)
     assert cost_per_million(Prices(36.0, 3.6), fleet, tokens_per_s=100.0) == pytest.approx(1e4 * 0.021)
     assert cost_per_million(None, fleet, 100.0) is None
 
@@ -287,7 +303,7 @@ def test_chart_has_a_line_for_each_mode_and_a_level_for_each_rival():
     inputs = replace(SMALL, draft_lengths=(2, 4), ratios=((1, 1),))
     axes = recommendation_chart(inputs, recommend(inputs, whole=True)).axes[0]
     lines = {str(line.get_label()): line for line in axes.lines}
-    modes = {"lock-step", "draft-ahead"}
+    modes = {"lock_step", "adaptive"}
     assert set(lines) == modes | {"plain", "in the target's process"}
     assert all(list(lines[mode].get_xdata()) == [2, 4] for mode in modes)
 

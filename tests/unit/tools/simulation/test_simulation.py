@@ -56,7 +56,7 @@ def run(
 
 
 def test_non_speculative_decoding_commits_a_token_per_step():
-    report = run(0.8, 0, Mode.ADAPTIVE)
+    report = run(0.8, 0, Mode.NO_LOOKAHEAD)
     assert report.tokens_per_s == pytest.approx(1 / STEP_S, rel=0.02)
     assert (report.blocks, report.drafted) == (0, 0)
     assert report.steps == report.verifies == 8 * 256
@@ -64,7 +64,7 @@ def test_non_speculative_decoding_commits_a_token_per_step():
 
 def test_non_speculative_steps_have_a_separate_cost():
     costs = COSTS.model_copy(update={"non_speculative": ForwardCost.linear(STEP_S / 2)})
-    assert run(0.8, 0, Mode.ADAPTIVE, costs=costs).tokens_per_s == pytest.approx(2 / STEP_S, rel=0.02)
+    assert run(0.8, 0, Mode.NO_LOOKAHEAD, costs=costs).tokens_per_s == pytest.approx(2 / STEP_S, rel=0.02)
     assert run(0.8, 5, Mode.LOCK_STEP, costs=costs).tokens_per_s == pytest.approx(
         run(0.8, 5, Mode.LOCK_STEP).tokens_per_s, rel=0.02
     )
@@ -90,13 +90,13 @@ def test_lock_step_matches_the_formula(acceptance):
 
 def test_right_guesses_hide_drafting_behind_verification():
     """With a perfect draft model, a round takes no longer than its step, including the network."""
-    report = run(1.0, 5, Mode.DRAFT_AHEAD)
+    report = run(1.0, 5, Mode.ADAPTIVE)
     assert report.tokens_per_s == pytest.approx(6 / STEP_S, rel=0.05)
     assert report.causes["guess_miss"] < 0.05 * report.causes["guess_hit"]
 
 
 def test_sessions_share_steps():
-    many = run(0.8, 0, Mode.ADAPTIVE, Workload(ClosedLoop(8), sessions=32, prompt_tokens=8, new_tokens=64))
+    many = run(0.8, 0, Mode.NO_LOOKAHEAD, Workload(ClosedLoop(8), sessions=32, prompt_tokens=8, new_tokens=64))
     assert many.tokens_per_s == pytest.approx(8 / STEP_S, rel=0.05)
 
 
@@ -116,7 +116,7 @@ def test_sessions_may_come_in_batches():
 def test_batch_ends_cost_throughput():
     """Eight sessions of 128 steps, five at a time, take 256 steps in batches, and 205 in a continuous flow."""
     in_batches, in_a_row = (
-        run(0.8, 0, Mode.ADAPTIVE, Workload(ClosedLoop(5, batch), sessions=80, prompt_tokens=8, new_tokens=128))
+        run(0.8, 0, Mode.NO_LOOKAHEAD, Workload(ClosedLoop(5, batch), sessions=80, prompt_tokens=8, new_tokens=128))
         for batch in (8, None)
     )
     assert in_batches.tokens_per_s == pytest.approx(8 * 128 / 256 / STEP_S, rel=0.05)
@@ -131,7 +131,7 @@ def test_blocks_end_where_acceptance_is_zero():
 
 def test_open_arrivals_are_served_at_their_own_rate():
     load = Workload(Poisson(per_s=2.0), sessions=200, prompt_tokens=8, new_tokens=16)
-    report = run(0.8, 0, Mode.ADAPTIVE, load)
+    report = run(0.8, 0, Mode.NO_LOOKAHEAD, load)
     assert report.tokens_per_s == pytest.approx(2.0 * 16, rel=0.2)
     assert report.latency_s == pytest.approx(17 * STEP_S, rel=0.3)
 
@@ -166,7 +166,7 @@ def test_random_scenarios_commit_the_reference_text():
 
 def test_random_scenarios_commit_the_same_text_in_lock_step():
     """The lock-step loop is the specification of the overlapped loop, even under faults."""
-    causes = {Mode.LOCK_STEP: Counter[str](), Mode.DRAFT_AHEAD: Counter[str]()}
+    causes = {Mode.LOCK_STEP: Counter[str](), Mode.ADAPTIVE: Counter[str]()}
     compared = 0
     ended = 0
     for seed in range(SCENARIOS // 5):
@@ -184,7 +184,7 @@ def test_random_scenarios_commit_the_same_text_in_lock_step():
         assert {name: slow[name] for name in both} == {name: fast[name] for name in both}
     assert compared > 0.9 * ended
     assert causes[Mode.LOCK_STEP]["guesses"] == 0, "lock step drafts nothing ahead"
-    assert causes[Mode.DRAFT_AHEAD]["guess_hit"] > SCENARIOS // 5, "what was drafted ahead hardly mattered"
+    assert causes[Mode.ADAPTIVE]["guess_hit"] > SCENARIOS // 5, "what was drafted ahead hardly mattered"
 
 
 LOAD = Workload(ClosedLoop(4), sessions=8, prompt_tokens=20, new_tokens=40, stopping=0.3)
@@ -196,14 +196,14 @@ TWO_OF_EACH = Fleet(targets=2, drafters=2, routers=2)
 def test_each_fault_alone(role, kind):
     fault = Fault(0.3, role, 0, kind, seconds=7.0)
     fault_plan = Faults(NetworkFaults(lost=0.1, duplicated=0.1, max_delay_s=0.03), (fault,))
-    report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, fault_plan=fault_plan)
+    report = run(0.8, 4, Mode.ADAPTIVE, LOAD, fleet=TWO_OF_EACH, fault_plan=fault_plan)
     assert (report.sessions, report.failed) == (8, 0)
 
 
 def test_losing_every_drafter_costs_only_speed():
     deaths = tuple(Fault(0.1 + 0.1 * n, Role.DRAFTER, 0, Kind.DIES, seconds=1e3) for n in range(2))
-    report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, fault_plan=Faults(faults=deaths))
-    unhurt = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH)
+    report = run(0.8, 4, Mode.ADAPTIVE, LOAD, fleet=TWO_OF_EACH, fault_plan=Faults(faults=deaths))
+    unhurt = run(0.8, 4, Mode.ADAPTIVE, LOAD, fleet=TWO_OF_EACH)
     assert report.sessions == 8
     assert report.blocks < unhurt.blocks / 2
     assert report.longest_gap_s < 6 * STEP_S
@@ -217,7 +217,7 @@ def test_the_sessions_of_a_stalled_drafter_move_to_another():
     """The drafter still receives messages, so no stream breaks, but it sends no blocks."""
     stall = Faults(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=20.0),))
     fleet = Fleet(drafters=2)
-    report, unhurt = (run(0.8, 4, Mode.DRAFT_AHEAD, LONG, fleet=fleet, fault_plan=a) for a in (stall, Faults()))
+    report, unhurt = (run(0.8, 4, Mode.ADAPTIVE, LONG, fleet=fleet, fault_plan=a) for a in (stall, Faults()))
     assert report.causes["drafter given up"] >= 1
     assert report.causes["given_up"] == 0, "it is not overloaded"
     assert report.tokens_per_s > 0.9 * unhurt.tokens_per_s
@@ -226,8 +226,8 @@ def test_the_sessions_of_a_stalled_drafter_move_to_another():
 
 def test_a_lone_drafter_is_used_again_after_a_stall():
     stall = Faults(faults=(Fault(1.0, Role.DRAFTER, 0, Kind.STALLS, seconds=3.0),))
-    report = run(0.8, 4, Mode.DRAFT_AHEAD, LONG, fault_plan=stall)
-    unhurt = run(0.8, 4, Mode.DRAFT_AHEAD, LONG)
+    report = run(0.8, 4, Mode.ADAPTIVE, LONG, fault_plan=stall)
+    unhurt = run(0.8, 4, Mode.ADAPTIVE, LONG)
     assert report.causes["drafter given up"] >= 1
     assert report.blocks > 0.8 * unhurt.blocks
 
@@ -253,7 +253,7 @@ def noise(*struck: int, at_s: float = 1.0, seconds: float = 1e3) -> Faults:
 EIGHT = Workload(ClosedLoop(8), sessions=32, prompt_tokens=20, new_tokens=600)
 
 
-@pytest.mark.parametrize("mode", [Mode.LOCK_STEP, Mode.DRAFT_AHEAD])
+@pytest.mark.parametrize("mode", [Mode.LOCK_STEP, Mode.ADAPTIVE])
 def test_a_drafter_that_turns_to_noise_is_resynced_and_excluded(mode):
     """No session fails, all texts equal the non-speculative ones, and the other drafter takes over all sessions."""
     report = run(0.8, 4, mode, EIGHT, fleet=Fleet(drafters=2), fault_plan=noise(0))
@@ -268,23 +268,23 @@ def test_a_drafter_that_turns_to_noise_is_resynced_and_excluded(mode):
 
 @pytest.mark.parametrize("drafters", [1, 2])
 def test_sessions_continue_at_full_speed_if_all_drafters_turn_to_noise(drafters):
-    report = run(0.8, 4, Mode.DRAFT_AHEAD, EIGHT, fleet=Fleet(drafters=drafters), fault_plan=noise(*range(drafters)))
-    plain = run(0.8, 0, Mode.DRAFT_AHEAD, EIGHT)
+    report = run(0.8, 4, Mode.ADAPTIVE, EIGHT, fleet=Fleet(drafters=drafters), fault_plan=noise(*range(drafters)))
+    plain = run(0.8, 0, Mode.ADAPTIVE, EIGHT)
     assert (report.sessions, report.failed) == (32, 0)
     assert report.tokens_per_s > 0.95 * plain.tokens_per_s
 
 
 def test_a_recovered_drafter_is_used_again():
     short = Workload(ClosedLoop(4), sessions=96, prompt_tokens=20, new_tokens=200)
-    ill = run(0.8, 4, Mode.DRAFT_AHEAD, short, fault_plan=noise(0))
-    better = run(0.8, 4, Mode.DRAFT_AHEAD, short, fault_plan=noise(0, seconds=5.0))
+    ill = run(0.8, 4, Mode.ADAPTIVE, short, fault_plan=noise(0))
+    better = run(0.8, 4, Mode.ADAPTIVE, short, fault_plan=noise(0, seconds=5.0))
     assert better.failed == 0
     assert better.tokens_per_s > 1.3 * ill.tokens_per_s
 
 
 def test_a_dead_routers_sessions_are_freed():
     death = Faults(faults=(Fault(0.3, Role.ROUTER, 0, Kind.DIES),))
-    report = run(0.8, 4, Mode.DRAFT_AHEAD, LOAD, fleet=TWO_OF_EACH, fault_plan=death)
+    report = run(0.8, 4, Mode.ADAPTIVE, LOAD, fleet=TWO_OF_EACH, fault_plan=death)
     assert report.abandoned == 2
     assert report.sessions == 6
 
@@ -493,5 +493,5 @@ def test_departures_fail_no_session():
     ]
     load = Workload(ClosedLoop(6), sessions=12, prompt_tokens=8, new_tokens=300)
     plan = Faults(faults=tuple(leaving))
-    report = run(0.8, 4, Mode.DRAFT_AHEAD, load, fleet=Fleet(targets=2, drafters=2), fault_plan=plan)
+    report = run(0.8, 4, Mode.ADAPTIVE, load, fleet=Fleet(targets=2, drafters=2), fault_plan=plan)
     assert (report.sessions, report.failed) == (12, 0)
