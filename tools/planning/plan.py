@@ -68,17 +68,28 @@ class ProgressExecutor(Executor):
 
 @contextmanager
 def processes() -> Iterator[Executor]:
-    """Opens a pool with one process per CPU; cancels pending runs when the block ends."""
+    """Opens a pool with one process per CPU; ends its runs if the block fails. SIGTERM raises KeyboardInterrupt.
+
+    Without a handler for SIGTERM, the processes would keep running, and Python would report leaked semaphores.
+    """
+    others = multiprocessing.active_children()
+    earlier_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     pool = ProcessPoolExecutor(
         len(os.sched_getaffinity(0)),
         mp_context=multiprocessing.get_context("spawn"),  # forking a multithreaded process may hang
         initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C reaches the caller, which stops the processes
+        initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C reaches the caller, which ends the processes
     )
     try:
         yield pool
+    except BaseException:
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+        signal.signal(signal.SIGTERM, earlier_handler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +158,12 @@ def _sharing(candidate: CandidateFleet) -> float:
 
 def run_count(inputs: PlanInput, whole: bool = False) -> int:
     """Returns the maximum number of runs in `recommend`: a short and a full run per fleet, or only a full run."""
-    return (1 if whole else 2) * sum(1 for _ in candidates(inputs)) + LIMIT_SEARCHES
+    return (1 if whole else 2) * fleet_count(inputs) + LIMIT_SEARCHES
+
+
+def fleet_count(inputs: PlanInput) -> int:
+    """Returns the number of candidates, including non-speculative decoding."""
+    return sum(1 for _ in candidates(inputs))
 
 
 def sessions_at_once(inputs: PlanInput, best: CandidateResult) -> float:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.markup import escape
-from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
 from cluster.costs import CostModel, DraftCost, ForwardCost
@@ -30,8 +29,9 @@ from tools.planning.estimates import (
     lock_step,
     speed_up,
 )
-from tools.planning.plan import ProgressExecutor, Recommendation, processes, recommend, run_count
+from tools.planning.plan import ProgressExecutor, Recommendation, fleet_count, processes, recommend, run_count
 from tools.planning.trial import MIN_SHARE_MET, CandidateResult, Limits
+from tools.progress import log_phase, progress
 from tools.simulation.config import Mode, SimulationConfig, Speculation
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson, Workload
 from tools.simulation.world import SimulationReport, World
@@ -114,10 +114,11 @@ def run_plan(inputs: PlanInput, console: Console, json_path: Path | None, pictur
     """Simulates candidates, prints the recommendation, and writes the requested files. A chart needs all candidates."""
     if picture_path is not None:
         require_matplotlib()
-    with processes() as pool, _progress(console) as progress:
-        whole = picture_path is not None
-        bar = progress.add_task("Fleets simulated", total=run_count(inputs, whole))
-        recommendation = recommend(inputs, ProgressExecutor(pool, lambda: progress.advance(bar)), whole)
+    whole = picture_path is not None
+    runs = run_count(inputs, whole)
+    with processes() as pool, progress(console, "Fleets simulated", runs, transient=True) as advance:
+        log_phase(console, f"Simulating {fleet_count(inputs)} fleets in up to {runs} runs")
+        recommendation = recommend(inputs, ProgressExecutor(pool, advance), whole)
     console.print(recommendation_report(inputs, recommendation))
     if json_path is not None:
         json_path.write_text(json.dumps(recommendation_data(inputs, recommendation), indent=1) + "\n", encoding="utf-8")
@@ -127,14 +128,10 @@ def run_plan(inputs: PlanInput, console: Console, json_path: Path | None, pictur
 
 def run_theory(console: Console) -> None:
     """Prints the comparison of formula and simulation."""
-    with _progress(console) as progress:
-        bar = progress.add_task("Lessons", total=len(ACCEPTANCES) * len(DRAFT_LENGTHS))
-        found = formula_checks(lambda: progress.advance(bar))
+    total = len(ACCEPTANCES) * len(DRAFT_LENGTHS)
+    with progress(console, "Formulas checked", total, transient=True) as advance:
+        found = formula_checks(advance)
     console.print(theory_tables(found))
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True)
 
 
 def recommendation_report(inputs: PlanInput, recommendation: Recommendation) -> Group:

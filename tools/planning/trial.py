@@ -26,6 +26,8 @@ ROUNDS_OF_ARRIVALS = 8  # simulated sessions per concurrent session, at a given 
 MIN_SESSIONS = 32  # minimum sessions per target, at a given concurrency
 MIN_ARRIVALS = 64  # minimum sessions per target, at a given rate
 MAX_ARRIVALS = 1024
+MAX_EVENTS = 40_000  # simulated events per full run after which no session begins; some seconds of computing time
+MAX_SHORT_EVENTS = 20_000  # the same per short run
 SHORTER = 4  # ratio of the sessions in full runs and short runs
 MIN_SHORT_SESSIONS = 16  # minimum sessions per target in short runs
 # Committed tokens per target until the adaptive controllers have settled. Lock step needs no warm-up.
@@ -55,15 +57,20 @@ class CandidateResult:
 
 def simulate(inputs: PlanInput, candidate: CandidateFleet) -> CandidateResult:
     """Simulates one candidate."""
-    return _simulate(inputs, candidate, sessions_per_target(inputs))
+    return _simulate(inputs, candidate, sessions_per_target(inputs), MAX_EVENTS)
 
 
-def _simulate(inputs: PlanInput, candidate: CandidateFleet, sessions: int) -> CandidateResult:
-    """Simulates one candidate with `sessions` sessions per target, after a warm-up if its controllers adapt."""
+def _simulate(inputs: PlanInput, candidate: CandidateFleet, sessions: int, max_events: int) -> CandidateResult:
+    """Simulates one candidate with `sessions` sessions per target, after a warm-up if its controllers adapt.
+
+    After `max_events` events, no session begins. Computing time grows with the events: fleets of several targets and
+    light loads, which rarely share a step, need many. Costs only scale the virtual time.
+    """
     adapts = candidate.draft_tokens > 0 and candidate.mode is not Mode.LOCK_STEP
     warm_up = warm_up_sessions(inputs) if adapts else 0
     config = simulation_config(inputs, candidate, warm_up + sessions)
-    report = World(replace(config, warm_up_tokens=warm_up * inputs.new_tokens * candidate.targets)).run()
+    warm_up_tokens = warm_up * inputs.new_tokens * candidate.targets
+    report = World(replace(config, warm_up_tokens=warm_up_tokens, max_events=max_events)).run()
     total = report.tokens_per_s
     return CandidateResult(
         candidate,
@@ -82,17 +89,20 @@ def warm_up_sessions(inputs: PlanInput) -> int:
 
     All sessions are of equal length, so a run that ends within a batch of concurrent sessions is partly idle.
     """
-    if not isinstance(inputs.arrivals, ClosedLoop):
-        return math.ceil(WARM_UP_TOKENS / inputs.new_tokens)
-    concurrency = inputs.arrivals.concurrency
-    tokens = min(WARM_UP_TOKENS, WARM_UP_TOKENS_EACH * concurrency)
-    return math.ceil(tokens / inputs.new_tokens / concurrency) * concurrency
+    if isinstance(inputs.arrivals, ClosedLoop):
+        concurrency = inputs.arrivals.concurrency
+        return math.ceil(_warm_up_tokens(concurrency) / inputs.new_tokens / concurrency) * concurrency
+    return math.ceil(_warm_up_tokens(non_speculative_sessions(inputs, inputs.arrivals)) / inputs.new_tokens)
+
+
+def _warm_up_tokens(concurrency: float) -> int:
+    return min(WARM_UP_TOKENS, WARM_UP_TOKENS_EACH * math.ceil(concurrency))
 
 
 def simulate_briefly(inputs: PlanInput, candidate: CandidateFleet) -> CandidateResult:
     """Simulates one candidate briefly: enough for comparisons, too short to detect a growing queue."""
     sessions = max(MIN_SHORT_SESSIONS, sessions_per_target(inputs) // SHORTER)
-    return replace(_simulate(inputs, candidate, sessions), keeps_up=True)
+    return replace(_simulate(inputs, candidate, sessions, MAX_SHORT_EVENTS), keeps_up=True)
 
 
 def choose_best(results: Sequence[CandidateResult], inputs: PlanInput) -> CandidateResult:

@@ -121,6 +121,7 @@ class SimulationConfig:
     fault_plan: Faults = field(default_factory=Faults)
     seed: int = 0
     warm_up_tokens: int = 0  # committed tokens of all sessions before speeds and latencies count
+    max_events: int | None = None  # simulated events after which no session begins; None: unlimited
 
 
 LONG = 0.15  # share of scenarios with answers that take seconds

@@ -25,6 +25,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.events = 0  # number of events so far
         self._due: list[tuple[float, int, Action]] = []
         self._order = count()
 
@@ -39,19 +40,18 @@ class Clock:
 
     def run(self) -> int:
         """Runs all events and returns their number. Raises AssertionError if time stands still."""
-        events = 0
-        events_now = 0
+        events_now = self.events
         due = self._due
         pop = heapq.heappop
         while due:
             time, _, action = pop(due)
             if time > self.now:
                 self.now = time
-                events_now = events
+                events_now = self.events
             action()
-            events += 1
-            assert events - events_now < ENDLESS_LOOP_EVENTS, f"time stands still at {self.now} s"
-        return events
+            self.events += 1
+            assert self.events - events_now < ENDLESS_LOOP_EVENTS, f"time stands still at {self.now} s"
+        return self.events
 
 
 REDIAL_S = 0.05

@@ -243,9 +243,9 @@ class World:
             self.clock.at(fault.at_s, partial(self._inject, fault))
         self.clock.after(4 * self.config.costs.hop_s, self._begin_load)  # after the streams are up
         with _without_gc(), _without_logging():
-            events = self.clock.run()
+            self.clock.run()
         self._check()
-        return self._report(events)
+        return self._report()
 
     # ------------------------------------------------------------ processes
 
@@ -331,7 +331,16 @@ class World:
             self._begin_due(load.arrivals)
             return
         for after_s in load.arrivals.times(load.sessions, self._arrivals_rng):
-            self.clock.after(after_s, self._begin_session)
+            self.clock.after(after_s, self._begin_arrival)
+
+    @property
+    def _is_full(self) -> bool:
+        """Returns whether the run has reached its limit of events, after which no session begins."""
+        return self.config.max_events is not None and self.clock.events >= self.config.max_events
+
+    def _begin_arrival(self) -> None:
+        if not self._is_full:
+            self._begin_session()
 
     def _begin_session(self) -> None:
         index = self._started
@@ -369,6 +378,8 @@ class World:
             self._begin_due(self.config.load.arrivals)
 
     def _begin_due(self, loop: ClosedLoop) -> None:
+        if self._is_full:
+            return
         ended = len(self.over) + len(self.abandoned)
         for _ in range(loop.due(self._started, ended, self.config.load.sessions)):
             self._begin_session()
@@ -417,7 +428,8 @@ class World:
     # ------------------------------------------------------------ final checks and report
 
     def _check(self) -> None:
-        missing = self.config.load.sessions - len(self.over) - len(self.abandoned)
+        expected = self._started if self._is_full else self.config.load.sessions
+        missing = expected - len(self.over) - len(self.abandoned)
         assert missing == 0, f"{missing} sessions never ended"
         check_texts(self.over, self.reference_texts)
         for assignment in self.over[:1]:  # only one, since lock step takes as long as the simulation
@@ -430,11 +442,19 @@ class World:
             if drafter.process.alive:
                 check_drafter(drafter)
 
-    def _report(self, events: int) -> SimulationReport:
+    @property
+    def _warm_up_tokens(self) -> int:
+        """Returns the configured warm-up; if few sessions began, at most half of all tokens."""
+        tokens = sum(commit.tokens for commit in self._commits)
+        is_cut = self._started < self.config.load.sessions
+        return min(self.config.warm_up_tokens, tokens // 2) if is_cut else self.config.warm_up_tokens
+
+    def _report(self) -> SimulationReport:
         assignments = [assignment for assignment in self.over if assignment.error is None]
         arrivals = [Arrival(assignment.arrived_s, len(assignment.session.committed)) for assignment in self.over]
-        commits = after_warm_up(self._commits, self.config.warm_up_tokens)
-        settled_s = commits[0].at_s if commits and self.config.warm_up_tokens else 0.0
+        warm_up_tokens = self._warm_up_tokens
+        commits = after_warm_up(self._commits, warm_up_tokens)
+        settled_s = commits[0].at_s if commits and warm_up_tokens else 0.0
         # Under overload, all sessions arrive before the warm-up ends.
         late = [assignment for assignment in assignments if assignment.arrived_s >= settled_s] or assignments
         span = max((assignment.ended_s or 0.0 for assignment in self.over), default=0.0) or 1.0
@@ -455,5 +475,5 @@ class World:
             target_busy=sum(target.busy_s for target in self.targets) / len(self.targets) / span,
             drafter_busy=sum(drafter.busy_s for drafter in self.drafters) / max(1, len(self.drafters)) / span,
             causes=sum((drafter.scheduler.counts for drafter in self.drafters), causes),
-            events=events,
+            events=self.clock.events,
         )

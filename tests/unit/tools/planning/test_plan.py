@@ -2,6 +2,9 @@
 
 import io
 import json
+import signal
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +39,7 @@ from tools.planning.plan_report import (
     recommendation_text,
 )
 from tools.planning.trial import (
+    MAX_SHORT_EVENTS,
     CandidateResult,
     Point,
     choose_best,
@@ -46,6 +50,7 @@ from tools.planning.trial import (
     simulate,
     simulate_briefly,
     simulation_config,
+    warm_up_sessions,
 )
 from tools.simulation.config import Mode
 from tools.simulation.oracle import ClosedLoop, DraftQuality, Poisson
@@ -166,6 +171,29 @@ def test_more_concurrency_needs_a_longer_trial():
     assert non_speculative_sessions(asked, Poisson(500 / 32)) == pytest.approx(20.0, abs=0.01)
     watched = [sessions_per_target(replace(asked, arrivals=Poisson(tokens / 32))) for tokens in (10, 500, 960, 2000)]
     assert watched == [64, 8 * 20, 1024, 8 * 32], "nearly idle, busy, with 480 at once, and more than it can do"
+
+
+SLOW = COSTS.model_copy(update={"target": ForwardCost.linear(0.1, per_token_s=0.01)})
+
+
+def test_the_events_of_a_run_are_limited_for_any_load_and_costs(monkeypatch):
+    """Four targets with one session each verify 30,000 tokens separately, in 150,000 events without the limit."""
+    reports = []
+    run = World.run
+    monkeypatch.setattr(World, "run", lambda world: reports.append(run(world)) or reports[-1])
+    inputs = replace(SMALL, costs=SLOW, draft=DraftQuality((0.5, 0.2)), arrivals=Poisson(0.1), new_tokens=64)
+    shared = CandidateFleet(4, 1, 2, Mode.ADAPTIVE)
+    brief = simulate_briefly(inputs, shared)
+    assert reports[0].events < 1.2 * MAX_SHORT_EVENTS, "running sessions end"
+    assert reports[0].sessions > 4 * warm_up_sessions(inputs) / 2
+    assert brief.tokens_per_s > 0
+    assert brief.latency_s > 0
+
+
+def test_the_warm_up_grows_with_the_load():
+    few, many, overload = (replace(SMALL, arrivals=Poisson(rate)) for rate in (0.1, 20.0, 1000.0))
+    assert warm_up_sessions(few) == 768 / 32, "as with one concurrent session"
+    assert warm_up_sessions(many) == warm_up_sessions(overload) == 3072 / 32
 
 
 CROWDED = CostModel(
@@ -392,6 +420,19 @@ def test_the_command_writes_the_requested_files(tmp_path: Path):
     ]
     result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
     assert result.exit_code == 0, result.output
-    assert "Limits of the gain" in result.output
+    assert "Limits of the gain" in result.stdout
+    assert result.stderr.startswith("Simulating 9 fleets in up to 11 runs\nFleets simulated: 1 of 11\n")
     assert json.loads((tmp_path / "a").read_text())["question"]["new_tokens"] == 8
     ElementTree.fromstring((tmp_path / "b").read_text())
+
+
+def test_a_stopped_command_leaves_neither_processes_nor_semaphores():
+    command = [sys.executable, "-c", "from tools.cli import main\nif __name__ == '__main__': main()", "plan"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        errors = process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        errors += process.stderr.read()  # ends once the pool's processes have ended, too
+    assert errors.startswith("Simulating")
+    assert "semaphore" not in errors
+    assert process.returncode == 130
