@@ -89,8 +89,8 @@ def decode(decoder: Decoder, dtype: torch.dtype) -> Tensor:
         return torch.cat([decoder(exact_batch(rows, cache, attention)).logits for rows in (prompts, further)])
 
 
-def both(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
-    model, twin = twins(MODELS[name], seed=5)
+def both(name: str, dtype: torch.dtype, seed: int = 5) -> tuple[PreTrainedModel, PreTrainedModel]:
+    model, twin = twins(MODELS[name], seed)
     return model.to(dtype), twin.to(dtype)
 
 
@@ -104,14 +104,20 @@ def test_both_decoders_give_the_same_logits(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_in_bfloat16_the_logits_are_those_of_float32_but_for_rounding(name):
-    """The error is about that of the model's own code in bfloat16, so the decoder adds none."""
-    model, _ = both(name, torch.float32)
-    exact = decode(decoder_for(model), torch.float32)
-    rounded, own = both(name, torch.bfloat16)
-    ours = decode(decoder_for(rounded), torch.bfloat16).float()
-    assert (ours - exact).norm() < BFLOAT16_TOLERANCE * exact.norm()
-    theirs = decode(ModelDecoder(own), torch.bfloat16).float()
-    assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
+    """The error is about that of the model's own code in bfloat16, so the decoder adds none.
+
+    Several models, because the error of one varies by half with the order of additions, which depends on the processor.
+    """
+    exact, ours, theirs = [], [], []
+    for seed in range(6):
+        model, _ = both(name, torch.float32, seed)
+        exact.append(decode(decoder_for(model), torch.float32))
+        rounded, own = both(name, torch.bfloat16, seed)
+        ours.append(decode(decoder_for(rounded), torch.bfloat16) - exact[-1])
+        theirs.append(decode(ModelDecoder(own), torch.bfloat16) - exact[-1])
+    error = torch.cat(ours).norm()
+    assert error < BFLOAT16_TOLERANCE * torch.cat(exact).norm()
+    assert error < 1.2 * torch.cat(theirs).norm()
 
 
 @pytest.mark.parametrize("name", MODELS)
