@@ -363,7 +363,7 @@ class Drafter:
         self._start_pass()
 
     def _target_down(self, link: Link) -> None:
-        """Handles a broken stream; ignores a dropped link, because the next link to its target may already be up."""
+        """Handles the end of a stream, unless its link was dropped: the next link to the target may be up already."""
         if self._targets.get(link.address) is link:
             self.scheduler.gone(link.address)
 

@@ -90,7 +90,7 @@ class GrammarGate:
                 self._drop(name)
 
     def refuse_all(self, why: str) -> list[Send]:
-        """Drops all held sessions because of a planned shutdown; returns their refusals."""
+        """Drops all held sessions before a planned shutdown; returns their refusals."""
         held = list(self._held.values())
         for each in held:
             self._drop(each.open.session)

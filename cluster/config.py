@@ -120,7 +120,7 @@ class ModelConfig(Section):
     served_name: str | None = Field(None, description="name in the API; default: last part of `model.target`")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16",
-        description="data type of target and draft; on CPUs without AVX-512, drafts pay only in float32",
+        description="data type of target and draft; on CPUs without AVX-512, float32 verifies blocks faster",
     )
     numerics: Literal["fast", "invariant"] = Field(
         "fast",

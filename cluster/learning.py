@@ -80,7 +80,7 @@ FACTORS = np.array([_digest(index) for index in range(BANDS * HASHES_PER_BAND)])
 def sketch(answer: Sequence[int], target: str = "") -> tuple[int, ...]:
     """Returns one hash per band of an answer's MinHash signature (Broder, 1997), as signed 64-bit integers.
 
-    Answers of different targets, given as fingerprints, have no hash in common.
+    `target` is a fingerprint; answers of different targets share no hash.
     """
     tokens = np.array(answer or (-1,), np.int64).view(np.uint64)
     width = min(SHINGLE, len(tokens))

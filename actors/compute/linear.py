@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FASTEST_ROWS = 4  # with fewer rows, oneDNN takes up to 25 % longer
-WIDENED_ROWS = 4  # one row takes a quarter of the time of widening the weights
+WIDENED_ROWS = 4  # fewer rows take less time than converting the weights
 WIDENED_BYTES = 2**20  # of float32 weights at once; fits the second-level cache
 
 
@@ -84,10 +84,10 @@ class PackedProjection:
 
 
 class WidenedProjection:
-    """Multiplies 16-bit weights in float32, some outputs at a time, for processors without 16-bit products.
+    """Converts 16-bit weights to float32 block by block and multiplies there, for processors without 16-bit products.
 
-    There, torch multiplies 16-bit matrices row by row: 64 rows take six times as long as here. Fewer than WIDENED_ROWS
-    rows, for which widening takes longer, are multiplied as stored and round differently.
+    On such processors, torch multiplies 16-bit matrices row by row, which takes six times as long for 64 rows. Fewer
+    than WIDENED_ROWS rows are multiplied by the weights as stored, which is faster, but rounds differently.
     """
 
     fastest_rows = 1
@@ -289,9 +289,9 @@ class SharedProjection:
 
 
 def processor_multiplies(dtype: torch.dtype) -> bool:
-    """Returns whether this processor multiplies matrices of this dtype directly.
+    """Returns whether torch has a fast matrix product of this dtype for this processor.
 
-    Without AVX-512, processors convert 16-bit floats first.
+    On x86, 16-bit floats need AVX-512.
     """
     if dtype is torch.bfloat16:
         return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -405,7 +405,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, product: Product = projection) -> None:
-    """Replaces every `nn.Linear` of a model that can be packed or widened; a tied embedding keeps its own weights.
+    """Replaces every `nn.Linear` of a model that can be packed or widened. A tied embedding keeps its weights.
 
     With another product than `projection`, replaces all of them, on every device. Skips layers whose weight is read
     directly by the model's code, as in some mixture-of-experts routers.

@@ -335,7 +335,7 @@ class World:
 
     @property
     def _is_full(self) -> bool:
-        """Returns whether the run has reached its limit of events, after which no session begins."""
+        """Returns whether the run has reached `max_events`; no further session begins then."""
         return self.config.max_events is not None and self.clock.events >= self.config.max_events
 
     def _begin_arrival(self) -> None:

@@ -176,7 +176,7 @@ def test_a_tensor_that_the_model_has_no_place_for_is_refused(tmp_path, name, rem
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ["norm.weight", UP.removeprefix("model.")])
 def test_a_weight_under_two_names_is_refused(tmp_path, name, ranks):
-    """Either may be the right one. Names without the prefix alone are read."""
+    """Neither name takes precedence. A checkpoint without the prefix in any name loads."""
     changed(a_llama(tmp_path), lambda tensors: tensors.update({name: tensors[f"model.{name}"] + 1}))
     refused(tmp_path, re.escape(f"not part of the model: {name} (1)"), ranks=ranks)
 

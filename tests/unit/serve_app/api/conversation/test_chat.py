@@ -236,7 +236,7 @@ async def test_reasoning_can_be_omitted(front: AsgiFront) -> None:
 
 
 async def test_each_token_of_reasoning_counts_once(front: AsgiFront) -> None:
-    reasoning = "a🙂bé"  # characters of up to four tokens
+    reasoning = "a🙂bé"  # some characters take several tokens
     front.plays([*front.emits(f"<think>{reasoning}</think>Yes."), STOP])
     answer = await front.openai.chat.completions.create(model=MODEL, messages=[USER])
     assert answer.usage.completion_tokens_details.reasoning_tokens == len(front.codec.encode(reasoning))
