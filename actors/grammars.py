@@ -208,9 +208,13 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
 
     def begin(self, grammar: str) -> "Future[LLMatcher]":
-        """Starts compiling a grammar unless it is cached; the future raises GrammarError on failure."""
+        """Starts compiling a grammar unless it is cached; the future raises GrammarError on failure.
+
+        A caller may cancel the future while it waits for other grammars.
+        """
         with self._lock:
-            if grammar not in self._compiled:
+            known = self._compiled.get(grammar)
+            if known is None or known.cancelled():
                 self._compiled[grammar] = self._thread.submit(self._compile, grammar)
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > self._max_cached:

@@ -285,7 +285,7 @@ class GrammarCheck:
     async def check(self, grammar: RequestedGrammar) -> None:
         """Compiles the grammar. Raises RequestError for its request field if that fails.
 
-        Raises CapacityError if the grammars of other requests are compiled first.
+        Raises CapacityError if the grammars of other requests are compiled first; this one then leaves their queue.
         """
         if self._compiler is None:
             message = f"{grammar.field} is not supported for this model; see the server's startup log"
@@ -301,9 +301,18 @@ class GrammarCheck:
             raise RequestError(f"{grammar.field}: {error}", grammar.field) from error
         except TimeoutError as error:
             if not compiled.running():
-                raise CapacityError(f"{grammar.field} waits for other grammars to compile; try again later") from error
+                compiled.cancel()
+                raise _busy(grammar) from error
             message = f"{grammar.field} did not compile within {self._limit_s} s; simplify it or try again"
             raise RequestError(message, grammar.field) from error
+        except asyncio.CancelledError:
+            if not compiled.cancelled():
+                raise
+            raise _busy(grammar) from None  # an earlier request for the same grammar has stopped waiting
+
+
+def _busy(grammar: RequestedGrammar) -> CapacityError:
+    return CapacityError(f"{grammar.field} waits for other grammars to compile; try again later")
 
 
 PLAIN_NAME = re.compile(r"[\w.:/-]+", re.ASCII)

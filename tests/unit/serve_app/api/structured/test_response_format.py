@@ -1,8 +1,9 @@
 """Tests response formats as grammars, and refusals that name the field."""
 
+import asyncio
 import json
 from concurrent.futures import Future
-from threading import Thread, current_thread, main_thread
+from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -206,6 +207,38 @@ async def test_a_slow_grammar_is_refused_and_those_behind_it_may_return():
         await check.check(grammar)
     with pytest.raises(CapacityError, match="try again later"):
         await check.check(grammar)
+
+
+class HeldCompiler(GrammarCompiler):
+    """Compiler that compiles nothing before its release."""
+
+    def __init__(self) -> None:
+        super().__init__(grammar_vocabulary(TOKENIZER, [TOKENIZER.eos_token_id]))
+        self.compiled: list[str] = []
+        self.release = Event()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        self.release.wait()
+        self.compiled.append(grammar)
+        return super()._compile(grammar)
+
+
+async def test_grammars_of_refused_requests_are_not_compiled():
+    """They would delay the grammars of later requests."""
+    compiler = HeldCompiler()
+    slow, refused, later = (asked(structured_outputs={"regex": text}) for text in "abc")
+    impatient, patient = GrammarCheck(compiler, limit_s=0.01), GrammarCheck(compiler)
+    try:
+        with refusal_of("structured_outputs.regex", "did not compile"):
+            await impatient.check(slow)
+        same = [one.check(refused) for one in (impatient, patient)]
+        assert [type(one) for one in await asyncio.gather(*same, return_exceptions=True)] == [CapacityError] * 2
+    finally:
+        compiler.release.set()
+    await patient.check(later)
+    assert compiler.compiled == [slow.text, later.text]
+    await patient.check(refused)
+    assert compiler.compiled[2:] == [refused.text]
 
 
 def test_chats_take_the_same_fields():
