@@ -161,7 +161,8 @@ class ChoiceText:
         self._add_text(self._detokenizer.finish(), drafted=False)
         self._release(len(self._stops.finish()))
         self.finish = "length" if finish is Finish.LENGTH and not self._stops.matched else "stop"
-        if finish is Finish.STOP and self._last_token in self._options.named_stop_ids:
+        self.stop_reason = self._stops.match
+        if not self._stops.matched and finish is Finish.STOP and self._last_token in self._options.named_stop_ids:
             self.stop_reason = self._last_token
         return self._delta()
 

@@ -67,6 +67,15 @@ def test_stop_reason_is_reported_if_the_request_named_it(codec: TextCodec) -> No
         assert longer.end(Finish.LENGTH).stop_reason is None
 
 
+@pytest.mark.parametrize("finish", [Finish.LENGTH, Finish.STOP])
+def test_a_stop_string_in_the_last_unfinished_character_is_reported(codec: TextCodec, finish: Finish) -> None:
+    half, _ = codec.encode("é")
+    choice = formed(codec, "\ufffd", named_stop_ids=frozenset({half}))
+    assert choice.extend(CommittedTokens((half,), 0, 0)) is None
+    end = choice.end(finish)
+    assert (end.text, end.finish, end.stop_reason) == ("", "stop", "\ufffd")
+
+
 def test_rejected_text_is_reported_at_the_replacing_token(codec: TextCodec) -> None:
     delta = choice_text(codec).extend(CommittedTokens(codec.encode("abc"), 2, 4, rejected=codec.encode("XY")))
     assert delta is not None
