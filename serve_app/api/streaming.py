@@ -53,10 +53,11 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with self._deadline.enforced(), _ended(asyncio.create_task(self._keep_alive(send))):
-                async for event in self._guarded():
-                    self._is_quiet = False
-                    await _send_part(send, event)
+            async with self._deadline.enforced():
+                async with _ended(asyncio.create_task(self._keep_alive(send))):
+                    async for event in self._guarded():
+                        self._is_quiet = False
+                        await _send_part(send, event)
                 await _send_part(send, "", more=False)
         except RequestTimeoutError as error:
             with suppress(TimeoutError):  # raised if the client has stopped reading

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -87,6 +88,23 @@ async def test_a_comment_is_sent_before_the_first_event() -> None:
 
     bodies = await sent_by(events, SOON_S)
     assert (bodies[0], bodies[-1]) == (KEEP_ALIVE, "a")
+
+
+async def test_no_comment_follows_the_end() -> None:
+    async def events() -> AsyncGenerator[str, None]:
+        yield "a"
+
+    class SlowListener(Listener):
+        async def send(self, message: Any) -> None:
+            await super().send(message)
+            if message.get("more_body") is False:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(50 * SOON_S):
+                        await self.wait_for(KEEP_ALIVE)
+
+    client = SlowListener()
+    await stream(events(), client, SOON_S)
+    assert client.bodies[-1] == ""
 
 
 async def test_a_failure_before_the_first_event_is_raised() -> None:
