@@ -165,6 +165,8 @@ class ResponseReader:
             self._parser = start(prompt)
         except UNREADABLE:  # the message to continue has a broken call
             self._parser = start("")
+        # Length of the prompt's end that the parser holds back, since it may begin a marker.
+        self._prompt_chars = len(self._parser._buffer) - self._parser._pos
         self._offers_tools = offers_tools
         self._implicit = template.implicit  # field of text without markers
         calls = template.fields.get(CALLS_FIELD)
@@ -198,6 +200,7 @@ class ResponseReader:
             events = step()
         except UNREADABLE:
             self._parser = self._start("")
+            self._prompt_chars = 0
             self._call = None
             return self._flush_as_content()
         return [segment for event in events for segment in self._segments(event, had_call)]
@@ -205,7 +208,12 @@ class ResponseReader:
     def _segments(self, event: dict[str, Any], had_call: bool) -> list[Segment]:
         if event["type"] == "region_close" or (event["type"] == "region_open" and event["field"] != self._implicit):
             self._follows_marker = True
+            self._prompt_chars = 0
+        if event["type"] == "region_chunk" and self._prompt_chars:
+            event = {**event, "text": self._without_prompt(event["text"])}
         match event:
+            case {"type": "region_chunk", "text": ""}:
+                return []
             case {"type": "region_chunk", "field": field, "text": text, "dirty": False}:
                 begins = not self._follows_marker and self._unread.startswith(text)
                 start = 0 if begins else self._unread.rfind(text)
@@ -220,6 +228,12 @@ class ResponseReader:
             case {"type": "region_close", "field": field, "value": value} if field == CALLS_FIELD:
                 return self._finished_calls(value)
         return []
+
+    def _without_prompt(self, text: str) -> str:
+        """Drops the end of the prompt from the parser's text."""
+        held = min(self._prompt_chars, len(text))
+        self._prompt_chars -= held
+        return text[held:]
 
     def _finished_calls(self, value: Any) -> list[Segment]:
         call = self._call

@@ -82,6 +82,35 @@ def test_reasoning_begun_by_the_prompt_continues(readers: ResponseReaders) -> No
     assert read(readers, "so</think>Hello.", prompt=prompt) == ("Hello.", "so", [])
 
 
+NO_THOUGHTS = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+BROKEN = "<tool_call>{oh</tool_call>"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(
+    ("prompt", "text", "parts"),
+    [
+        (NO_THOUGHTS, "Hello.<|im_end|>", ("Hello.", "", [])),
+        (NO_THOUGHTS, "\n Hello.", ("\n Hello.", "", [])),
+        (NO_THOUGHTS, "", ("", "", [])),
+        (NO_THOUGHTS, "<|im_end|>", ("", "", [])),
+        (NO_THOUGHTS, f"Hello. {CALL}", ("Hello.", "", [CALLED])),
+        (NO_THOUGHTS, f"\n{CALL}", ("", "", [CALLED])),
+        (NO_THOUGHTS, f"Hello. {BROKEN}", (f"Hello. {BROKEN}", "", [])),
+        ("<|im_start|>assistant\n1 <", "2", ("2", "", [])),
+        ("<|im_start|>assistant\n1 <", "tool", ("tool", "", [])),
+        ("<|im_start|>assistant\n<tool", CALL.removeprefix("<tool"), ("", "", [CALLED])),
+        ("<|im_start|>assistant\n<think>1 </", "2</think>Hello.", ("Hello.", "2", [])),
+        ("<|im_start|>assistant\n<think>1 </", "think>Hello.", ("Hello.", "", [])),
+    ],
+)
+def test_the_end_of_the_prompt_is_no_part_of_the_answer(
+    readers: ResponseReaders, prompt: str, text: str, parts: Any, size: int
+) -> None:
+    """The parser holds it back, since a marker may begin there."""
+    assert read(readers, text, prompt=prompt, size=size) == parts
+
+
 def test_an_answer_that_continues_a_broken_call_is_read(readers: ResponseReaders) -> None:
     prompt = "<|im_start|>assistant\n<tool_call>{oh</tool_call>"
     assert read(readers, f"So:{CALL}", prompt=prompt) == ("So:", "", [CALLED])
