@@ -100,7 +100,7 @@ class ReasoningInput(Item):
 
 
 def _kind(value: Any) -> str:
-    return member(str(value.get("type", "message")) if isinstance(value, dict) else "message")
+    return member(str(value.get("type") or "message") if isinstance(value, dict) else "message")
 
 
 InputItem = Annotated[

@@ -347,6 +347,13 @@ async def test_an_unserved_item_is_refused(front: AsgiFront) -> None:
     assert "expected a message, function_call, function_call_output or reasoning" in error["message"]
 
 
+def test_an_item_without_a_type_is_a_message() -> None:
+    said = {"role": "user", "content": "hi"}
+    body = json.dumps({"model": MODEL, "input": [said, {**said, "type": None}]}).encode()
+    first, second = parse(ResponsesRequest, body, RequestBounds()).input
+    assert first == second
+
+
 async def test_stop_strings_and_omitted_reasoning(front: AsgiFront) -> None:
     front.plays([*front.emits("<think>so</think>Yes. No."), STOP])
     whole = await front.openai.responses.create(
