@@ -169,8 +169,9 @@ class CacheConfig(Section):
     gib: float | None = Field(
         None,
         gt=0,
-        description="size in GiB; default on GPUs: 0.9 of the num_gpus share; on CPUs: max_sessions times max_context "
-        "tokens, at most half of the free memory",
+        description="size in GiB; default: max_sessions times max_context tokens, at most 0.9 of the memory that the "
+        "weights and steps leave in the num_gpus share (on CPUs: half of the free memory); vLLM on GPUs: 0.9 of the "
+        "share in all",
     )
 
 

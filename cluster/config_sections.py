@@ -386,6 +386,7 @@ class KubernetesOptions(Section):
     """Settings used only by `slipstream k8s render`."""
 
     image: str | None = Field(None, description="container image of all pods")
+    image_pull_secrets: tuple[str, ...] = Field((), description="secrets with access to the image's private registry")
     components: tuple[Component, ...] = Field((), description="components to deploy")
     volume: VolumeOptions = VolumeOptions()
     head: PodOptions = PodOptions()

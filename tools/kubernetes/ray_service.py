@@ -207,6 +207,12 @@ def template(main: Json, pods: PodOptions, volumes: Sequence[Json], **more: Any)
     }
 
 
+def image_access(config: SlipstreamConfig) -> Json:
+    """Returns the keys that let a pod's specification use a private registry."""
+    secrets = [{"name": name} for name in config.kubernetes.image_pull_secrets]
+    return {"imagePullSecrets": secrets} if secrets else {}
+
+
 RAY_VERSION = "2.60.0"  # Ray's version in the image
 HTTP_PORT = 8000  # port of Serve's proxy, used by KubeRay's probes
 WORKER_PORTS = {"serve": HTTP_PORT, "metrics": 8080}
@@ -319,7 +325,7 @@ def _head(config: SlipstreamConfig, image: str) -> Json:
     return {
         # Run no replica on the head, so that losing it ends no session.
         "rayStartParams": {"num-cpus": "0", "object-store-memory": str(OBJECT_STORE_BYTES)},
-        "template": template(container("ray-head", image, pods, HEAD_PORTS, env), pods, []),
+        "template": template(container("ray-head", image, pods, HEAD_PORTS, env), pods, [], **image_access(config)),
     }
 
 
@@ -349,7 +355,7 @@ def _worker_group(group: WorkerGroup, config: SlipstreamConfig, image: str) -> J
         "minReplicas": group.least,
         "maxReplicas": group.most,
         "rayStartParams": {"num-cpus": str(group.cpus), "object-store-memory": str(OBJECT_STORE_BYTES)},
-        "template": template(main, group.pods, volumes, **more),
+        "template": template(main, group.pods, volumes, **image_access(config), **more),
     }
     if scales(config) and group.idle_s is not None:
         made["idleTimeoutSeconds"] = group.idle_s

@@ -33,6 +33,7 @@ from tools.kubernetes.ray_service import (
     container,
     disruption_budgets,
     group_name,
+    image_access,
     ray_service,
     template,
 )
@@ -50,7 +51,7 @@ def weights_volume(config: SlipstreamConfig, image: str) -> list[Json]:
         spec["storageClassName"] = options.storage_class
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CLAIM}, "spec": spec}
     options_of = downloads(config)
-    return [claim, _job(options_of, image)] if options_of else [claim]
+    return [claim, _job(options_of, image, image_access(config))] if options_of else [claim]
 
 
 def downloads(config: SlipstreamConfig) -> dict[str, str]:
@@ -66,7 +67,7 @@ def downloads(config: SlipstreamConfig) -> dict[str, str]:
     }
 
 
-def _job(options_of: Mapping[str, str], image: str) -> Json:
+def _job(options_of: Mapping[str, str], image: str, access: Json) -> Json:
     main = container("download", image, DOWNLOADER, {}, {"HF_HOME": MODELS})
     # All pods must load the same commit, so a complete model is not updated: offline, `hf` then succeeds.
     script = "".join(
@@ -79,7 +80,8 @@ def _job(options_of: Mapping[str, str], image: str) -> Json:
     main["env"].append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token}})
     main["volumeMounts"].append({"name": "models", "mountPath": MODELS})
     weights = {"name": "models", "persistentVolumeClaim": {"claimName": CLAIM}}
-    pod = template(main, DOWNLOADER, [weights], restartPolicy="OnFailure", automountServiceAccountToken=False)
+    more = {**access, "restartPolicy": "OnFailure", "automountServiceAccountToken": False}
+    pod = template(main, DOWNLOADER, [weights], **more)
     labels = {"app.kubernetes.io/name": f"{NAME}-models"}
     pod["metadata"]["labels"] = labels
     # Kubernetes does not allow changes to a job, so its name depends on the image and the models.

@@ -100,6 +100,15 @@ def test_a_changed_download_is_another_job(change: dict[str, Any]) -> None:
     assert job_name(config(**change)) != job_name(config())
 
 
+def test_every_pod_may_use_the_private_registry() -> None:
+    files = rendered(config(kubernetes={"image_pull_secrets": ["registry"]}), "c.yaml")
+    _, job = yaml.safe_load_all(files["models.yaml"])
+    cluster = yaml.safe_load(files["rayservice.yaml"])["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    pods = [job["spec"]["template"], *(group["template"] for group in groups)]
+    assert [pod["spec"]["imagePullSecrets"] for pod in pods] == [[{"name": "registry"}]] * len(pods)
+
+
 def test_a_missing_image_and_another_port_are_both_named() -> None:
     found = faults(kubernetes={"image": None}, server={"port": 9000})
     assert [fault.split()[0] for fault in found] == ["kubernetes.image", "server.port"]
