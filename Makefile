@@ -63,8 +63,8 @@ test-gpu: setup
 	$(BIN)/pytest tests/gpu -rs
 
 # The Triton kernel in Triton's interpreter, and compiled for several GPUs; needs no GPU. Skipped if the wheel is not
-# available. The interpreter multiplies with NumPy, whose AVX2 kernels, unlike a GPU, round a row by its place in the block;
-# Nehalem's do not.
+# available. The interpreter multiplies with NumPy. Unlike on a GPU, its AVX2 kernels round a row by its place in the
+# block; its Nehalem kernels do not.
 test-triton: setup .triton/.complete
 	@test -d .triton/triton || { echo 'skipped: triton cannot be installed here'; exit 0; } \
 		&& OPENBLAS_CORETYPE=Nehalem PYTHONPATH=.triton TRITON_INTERPRET=1 $(BIN)/pytest tests/unit/actors/attention \
