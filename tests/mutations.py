@@ -267,6 +267,7 @@ async def _at_target(sent: Sequence[Sent]) -> None:
     await asyncio.sleep(0)  # ends the tasks of dropped sessions
     assert not unseen
     assert target.is_idle
+    scheduler.admission.pages.check()
     assert not engine.open
     assert not target._outboxes
     early = scheduler._early

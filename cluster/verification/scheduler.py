@@ -622,8 +622,6 @@ class VerificationScheduler:
         self._learn(step)
         self._measure_step()  # while the engine works, not at the next commit
         self._admit(step.now)
-        if self.is_idle:
-            self._pages.check()
         return [*to_drafters, *to_routers]
 
     @property

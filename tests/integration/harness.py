@@ -303,6 +303,7 @@ async def cluster(
         await eventually(lambda: router.is_idle, "the router is idle")
         for replica in replicas.values():
             await eventually(lambda r=replica: r.is_idle, "a target is idle")  # type: ignore[misc]
+            replica.scheduler.admission.pages.check()
         for drafter in drafting.values():
             await eventually(lambda d=drafter: d.is_idle, "a drafter is idle")  # type: ignore[misc]
     finally:

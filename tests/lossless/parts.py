@@ -225,6 +225,7 @@ def rounds_in_lock_step(setting: Setting, generation: Generation) -> Iterator[Co
     if (last := verification.plan(LATER_S)) is not None:
         verification.apply(executor.step(last), 0.0, LATER_S)
     assert verification.is_idle
+    verification.admission.pages.check()
     assert drafting.is_idle
     assert method.is_idle
 

@@ -188,6 +188,7 @@ class World:
             if (last := target.scheduler.plan(LATER_S)) is not None:
                 target.scheduler.apply(target.step(last), 0.0, LATER_S)
             assert target.scheduler.is_idle
+            target.scheduler.admission.pages.check()
             assert target.executor.is_idle
         for drafter in self.drafters.values():
             apply_updates(drafter.method, drafter.scheduler.next_pass(0, 0).updates)

@@ -184,7 +184,7 @@ class Target:
         return +self.scheduler.counts.dropped
 
     def finish(self) -> dict[str, tuple[int, ...]]:
-        """Steps until all sessions end; returns their tokens. The scheduler checks its pages when idle."""
+        """Steps until all sessions end; returns their tokens."""
         got: dict[str, tuple[int, ...]] = {}
         for _ in range(2000):
             plan = self.scheduler.plan(self.now)
@@ -195,6 +195,7 @@ class Target:
                     assert isinstance(message, Verdict)
                     got[message.session] = got.get(message.session, ()) + message.tokens
         assert self.scheduler.is_idle
+        self.scheduler.admission.pages.check()
         assert not self.known, "the engine still remembers a session"
         return got
 

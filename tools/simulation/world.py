@@ -175,6 +175,7 @@ def check_target(target: SimulatedTarget) -> None:
         assert not last.rows, f"{name} has work left"
         target.scheduler.apply(target.engine.step(last), 0.0, now)
     assert target.scheduler.is_idle, f"the scheduler of {name} still holds something"
+    target.scheduler.admission.pages.check()
     assert target.engine.is_empty, f"the cache of {name} still holds something"
     settled = target.scheduler.counts.accepted_tokens + target.scheduler.counts.wasted_tokens
     assert settled == target.received_tokens, f"{name} has not accounted for all draft tokens"

@@ -67,6 +67,7 @@ class RandomSchedule:
             self._step(max_events=0)
         assert not [*self._sessions], "these sessions do not end"
         assert self._target.scheduler.is_idle
+        self._target.scheduler.admission.pages.check()
         assert not self._target.known, "the engine still remembers a session"
 
     def _step(self, max_events: int) -> None:
