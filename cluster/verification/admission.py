@@ -60,8 +60,10 @@ class Admission:
         """
         while self.waiting and len(self.running) < self._limit:
             name, session = min(self.waiting.items(), key=lambda item: item[1].open.priority)
-            if session is self._blocked and self.pages.available <= self._blocked_pages:
-                return
+            if session is self._blocked:
+                self._trim()
+                if self.pages.available <= self._blocked_pages:
+                    return
             shared = session.prefix.tokens if session.may_share else ()
             session.cache.enter(self.pages.open(name, shared, session.open.cache_salt.encode()))
             # Reserve one page of growth per running session; otherwise they would preempt the new session at once.

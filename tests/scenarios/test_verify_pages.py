@@ -87,6 +87,23 @@ def test_a_rollback_frees_the_pages_of_rejected_tokens():
     """)
 
 
+def test_a_session_that_arrives_during_a_step_gets_the_pages_of_its_rejected_tokens():
+    Target(pages=4).run("""
+        router#1: Open a 1,2,3 max_len=9
+        drafter#1: Block a 1,2,3 :46,12,40,14
+        plan
+            open a
+            row a@0 1,2,3 :46,12,40,14
+        router#1: Open b 20,21,22,23,24,25,26 max_len=8
+        apply -> router#1 <- Verdict a 1,2,3 +45 drafted=4 answer=given
+        plan
+            open b
+            row a@3 45
+            row b@0 20,21,22,23,24,25,26
+        show preempted -> preempted=0
+    """)
+
+
 def test_sessions_queue_for_pages_in_order_of_arrival():
     """Small sessions that repeatedly overtake a large one would starve it."""
     Target(pages=6).run("""
