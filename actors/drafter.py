@@ -270,7 +270,7 @@ class Drafter:
         stream = stream_name(hello.peer_id, self._streams)
         self._routers[stream] = outbox = Outbox()
         outbox.put(Welcome(self.peer_id))
-        self.scheduler.receive(stream, hello, self._clock())
+        self._send(self.scheduler.receive(stream, hello, self._clock()))
         return stream, outbox
 
     def receive(self, peer: str, frame: Decoded) -> None:
@@ -292,7 +292,7 @@ class Drafter:
             self._interrupt.set()
 
     def router_down(self, stream: str) -> None:
-        self.scheduler.gone(stream)
+        self._send(self.scheduler.gone(stream))
         self._tracer.gone(stream)
         del self._routers[stream]
         self._start_pass()

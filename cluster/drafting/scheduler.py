@@ -77,13 +77,13 @@ class DraftScheduler:
         """Handles a new stream to `target`: attaches all sessions of that target."""
         return self.sessions.connected(target)
 
-    def gone(self, peer: str) -> None:
-        """Handles a broken stream.
+    def gone(self, peer: str) -> list[Send]:
+        """Handles a broken stream; returns the messages to send.
 
         Drops the sessions of a lost router. Sessions of a lost target wait until the target returns or their router
         moves them.
         """
-        self.sessions.gone(peer)
+        return self.sessions.gone(peer)
 
     def leave(self) -> list[Send]:
         """Stops accepting sessions; drafts for existing ones until their routers have moved them."""

@@ -161,18 +161,17 @@ class SessionTable:
         """Handles a new stream to `target`: attaches all sessions of that target."""
         return [self._attach(session) for session in self.all.values() if session.target == target]
 
-    def gone(self, peer: str) -> None:
-        """Handles a broken stream.
+    def gone(self, peer: str) -> list[Send]:
+        """Handles a broken stream; returns the messages to send.
 
         Drops the sessions of a lost router. Sessions of a lost target wait until the target returns or their router
         moves them.
         """
         self._paused_targets.discard(peer)
-        for name, session in list(self.all.items()):
-            if session.router == peer:
-                self._forget(name)
-            elif session.target == peer:
+        for session in self.all.values():
+            if session.target == peer:
                 session.attached = False
+        return self._drop([session for session in self.all.values() if session.router == peer])
 
     def leave(self) -> list[Send]:
         """Stops accepting sessions and asks the routers to move the existing ones."""
@@ -184,13 +183,10 @@ class SessionTable:
     def _hello(self, router: str, hello: Hello) -> list[Send]:
         """Handles a router's new stream: drops the router's sessions that the Hello does not list."""
         live = {item.session for item in hello.live}
-        for name, session in list(self.all.items()):
-            if peer_of(session.router) != peer_of(router):
-                continue
+        own = [session for session in self.all.values() if peer_of(session.router) == peer_of(router)]
+        for session in own:
             session.router = router
-            if name not in live:
-                self._forget(name)
-        return []
+        return self._drop([session for session in own if session.open.session not in live])
 
     def _open(self, router: str, request: Open) -> list[Send]:
         """Opens or reopens a session; ignores an Open of an older attempt.
@@ -219,15 +215,11 @@ class SessionTable:
         return [*room, self._attach(session)]
 
     def _close(self, router: str, close: Close) -> list[Send]:
-        """Closes a session; ignores unknown sessions, other routers' sessions, and older attempts.
-
-        Returns the Detach for the session's target, which may still serve the session.
-        """
+        """Closes a session; ignores unknown sessions, other routers' sessions, and older attempts."""
         session = self.all.get(close.session)
         if session is None or session.router != router or session.open.attempt > close.attempt:
             return []
-        self._forget(close.session)
-        return [_detach(session)]
+        return self._drop([session])
 
     # ------------------------------------------------------------ targets
 
@@ -252,8 +244,7 @@ class SessionTable:
             return []  # duplicate verdict
         if new and max(new) >= self._limits.vocabulary:
             self._counts["verdict_invalid"] += 1
-            self._forget(verdict.session)
-            return []
+            return self._drop([session])
         was_sent = session.sent_len == verdict.base_len
         if was_sent and verdict.drafted and session.is_counted:
             self.version_watch.block_verified(verdict.session, verdict.accepted, session.block.depth)
@@ -418,10 +409,14 @@ class SessionTable:
     def _give_up(self, session: DraftSequence, why: str) -> list[Send]:
         """Drops a session with a refusal, so that its router can choose another drafter."""
         self._counts["given_up"] += 1
-        name = session.open.session
-        self._forget(name)
-        refusal = Refusal(name, session.open.attempt, RefusalReason.OVERLOADED, why)
-        return [(session.router, refusal), _detach(session)]
+        refusal = Refusal(session.open.session, session.open.attempt, RefusalReason.OVERLOADED, why)
+        return [(session.router, refusal), *self._drop([session])]
+
+    def _drop(self, sessions: list[DraftSequence]) -> list[Send]:
+        """Forgets sessions; returns a Detach for the target of each, which may still serve the session."""
+        for session in sessions:
+            self._forget(session.open.session)
+        return [(session.target, Detach(session.open.session)) for session in sessions]
 
     def _forget(self, name: str) -> None:
         del self.all[name]
@@ -438,10 +433,6 @@ def _by_surplus(sessions: Iterable[DraftSequence]) -> list[DraftSequence]:
         by_model[session.open.model].append(session)
     ranked = [(len(own) - at, session) for own in by_model.values() for at, session in enumerate(own)]
     return [session for _, session in sorted(ranked, key=lambda one: -one[0])]
-
-
-def _detach(session: DraftSequence) -> Send:
-    return session.target, Detach(session.open.session)
 
 
 def _resync(session: DraftSequence) -> Send:

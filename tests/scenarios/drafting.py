@@ -109,8 +109,7 @@ class Drafter:
                 self.now = float(now)
                 return []
             case ["gone", peer]:
-                self.scheduler.gone(peer)
-                return []
+                sends = self.scheduler.gone(peer)
             case ["exchange", version]:
                 self.scheduler.exchanged(int(version), None)
                 return []

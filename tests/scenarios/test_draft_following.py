@@ -326,12 +326,12 @@ def test_sessions_of_a_lost_router_and_those_its_hello_omits_are_freed():
         router#1: Open a 1,2 -> t1 <- Attach a 1,2
         router#1: Open b 1,2 -> t1 <- Attach b 1,2
         other#1: Open c 1,2 -> t1 <- Attach c 1,2
-        router#2: Hello a
+        router#2: Hello a -> t1 <- Detach b
         ahead -> closed b
         # The old stream's end arrives late.
         gone router#1
         ahead
-        gone router#2
+        gone router#2 -> t1 <- Detach a
         ahead -> closed a
         show targets sessions -> targets=t1 sessions=1
     """)

@@ -183,7 +183,7 @@ class SimulatedDrafter:
         self._streams[hello.peer_id] += 1
         stream = stream_name(hello.peer_id, self._streams[hello.peer_id])
         self._routers[stream] = wire
-        self.scheduler.receive(stream, hello, self.process.clock.now)
+        self._send(self.scheduler.receive(stream, hello, self.process.clock.now))
         self._go_on()
         return stream
 
@@ -197,7 +197,7 @@ class SimulatedDrafter:
         self._go_on()
 
     def _router_down(self, stream: str) -> None:
-        self.scheduler.gone(stream)
+        self._send(self.scheduler.gone(stream))
         del self._routers[stream]
         self._go_on()
 
