@@ -129,7 +129,7 @@ def draft_with(
     reserve = replace(reserve, successor=successor)
     pages = page_count(draft.cache, bytes_each, draft.max_sessions, setup.max_context, model.device, share, reserve)
     runner = ModelRunner(
-        model, pages, page_size, attention, parts.decoder, context=setup.max_context, recording=recording
+        model, pages, page_size, attention, parts.decoder, context=parts.max_positions, recording=recording
     )
     runner.capture_steps()
     successors = _Successors(draft, setup, model, runner, pages, buckets if runner.is_captured else None)
@@ -171,9 +171,9 @@ def _parts_of(model: PreTrainedModel, product: Product, setup: DraftSetup, besid
     width = tokens_per_forward(model.config, setup.draft_tokens)
     columns = None if frequent is None else HEAD_TOKENS
     head = load_recurrent_head(beside, model, width, product, columns) if beside else None
-    decoder = decoder_for(model.eval(), product, setup.max_context)
-    masks = ONE_AT_A_TIME if head or not beside else read_mask_tokens(model.config, setup.draft_tokens)
     positions = min(context_length(model.config) or setup.max_context, setup.max_context)
+    decoder = decoder_for(model.eval(), product, positions)
+    masks = ONE_AT_A_TIME if head or not beside else read_mask_tokens(model.config, setup.draft_tokens)
     return _Parts(decoder, token_ids, masks, head, positions)
 
 
@@ -221,7 +221,7 @@ class _Successors:
             self._shape.page_size,
             self._attention,
             parts.decoder,
-            context=self._setup.max_context,
+            context=parts.max_positions,
             cache=self._cache,
             recording=recording_on(self._device, self._attention, parts.decoder, buckets) if buckets else None,
         )
@@ -239,7 +239,7 @@ class _Successors:
             self._shape.page_size,
             SdpaGather(),
             parts.decoder,
-            context=self._setup.max_context,
+            context=parts.max_positions,
         )
         tokens = tuple(islice(self._setup.target_tokens, PROBE_TOKENS))
         output = runner.forward([InputRow(tokens, 0, len(tokens), tuple(range(pages)))])

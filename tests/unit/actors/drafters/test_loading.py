@@ -147,6 +147,13 @@ def test_a_draft_with_learned_positions_drafts_up_to_its_last_one(
         assert found[:6] == [4, 4, 4, 3, 2, 1]
 
 
+def test_a_draft_whose_rope_depends_on_the_context_may_have_a_shorter_one_than_the_target(tmp_path: Path) -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    method = load(a_model(tmp_path, max_position_embeddings=16, rope_parameters=dynamic))
+    lengths = [len(block_of(method, wanted_block(range(1, length + 1), 4)).tree.main_path) for length in (3, 8, 13, 20)]
+    assert lengths == [4, 4, 4, 0]
+
+
 def test_eight_bits_are_refused_where_there_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "can_round", lambda device: False)
     with pytest.raises(ModelError, match="remove the drafting method's quantization"):
