@@ -266,7 +266,7 @@ def _read(
             check_no_strays(folder, stored)
     try:
         sources = Sources.of(model, stored)
-        if missing := model.state_dict().keys() - sources.single.keys() - sources.stacked.keys():
+        if missing := model.state_dict().keys() - sources.single.keys() - sources.blocks.keys():
             raise ValueError(f"{min(missing)} is not stored under its own name")
     except ValueError as error:
         if group.size == 1:

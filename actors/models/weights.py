@@ -72,7 +72,14 @@ class Stored:
 
 
 Blocks = tuple[tuple[str, ...], ...]
-"""Stored keys of the tensors that are stacked into a parameter, by block; blocks are joined along dimension 1."""
+"""Stored keys of the tensors that form a parameter, by block.
+
+The tensors of a block are stacked, and blocks are joined along dimension 1. If each block is one tensor that is not
+stacked, blocks are joined along dimension 0.
+"""
+JOINED = [(Concatenate, 0)]  # conversions of parameters that `Blocks` describes
+STACKED = [(MergeModulelist, 0)]
+STACKED_AND_JOINED = [(MergeModulelist, 0), (Concatenate, 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +87,13 @@ class Sources:
     """Stored keys of every parameter and buffer."""
 
     single: Mapping[str, str]  # parameters stored in one tensor
-    stacked: Mapping[str, Blocks]  # parameters stored in one tensor per expert
+    blocks: Mapping[str, Blocks]  # parameters stored in several tensors, such as one per expert
 
     @classmethod
     def of(cls, model: PreTrainedModel, stored: Mapping[str, Stored]) -> "Sources":
         """Finds the sources after transformers' renaming.
 
-        Raises ValueError if the weights are quantized, or converted in another way than by stacking.
+        Raises ValueError if the weights are quantized, or converted in another way than by stacking and joining.
         """
         if getattr(model.config, "quantization_config", None):
             raise ValueError("its weights are quantized")
@@ -102,16 +109,18 @@ class Sources:
                 single.setdefault(name, key)
             elif name in expected:
                 parts[name][pattern].append(key)
-        stacked = {name: _blocks(name, found, converters) for name, found in parts.items()}
-        return cls(_with_ties(model, single), stacked)
+        blocks = {name: _blocks(name, found, converters) for name, found in parts.items()}
+        return cls(_with_ties(model, single), blocks)
 
 
 def _blocks(name: str, parts: Mapping[str, Sequence[str]], converters: Sequence[WeightConverter]) -> Blocks:
     converter = next(one for one in converters if not parts.keys().isdisjoint(one.source_patterns))
     steps = [(type(step), step.dim) for step in converter.operations if isinstance(step, MergeModulelist | Concatenate)]
-    stacks = [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]
-    if steps not in stacks or len(steps) != len(converter.operations) or len(converter.target_patterns) > 1:
+    known = (JOINED, STACKED, STACKED_AND_JOINED)
+    if steps not in known or len(steps) != len(converter.operations) or len(converter.target_patterns) > 1:
         raise ValueError(f"{name} is converted while loading")
+    if steps == JOINED and any(len(keys) > 1 for keys in parts.values()):
+        raise ValueError(f"{name} has several tensors with the same name pattern")
     return tuple(tuple(sorted(parts[pattern], key=dot_natural_key)) for pattern in converter.source_patterns)
 
 
@@ -352,8 +361,8 @@ class _Plan:
         self._places = self._merged_places(model, alone)
         self.filled: dict[str, Tensor] = {}
         parts = [self._part(key, names, cuts) for key, names in names_by_key.items()]
-        for name, blocks in sources.stacked.items():
-            parts += self._stacked_parts(name, blocks, cuts.get(name))
+        for name, blocks in sources.blocks.items():
+            parts += self._block_parts(name, blocks, cuts.get(name))
         order = {(tensor.path, tensor.key): at for at, tensor in enumerate(stored.values())}
         self.parts = sorted(parts, key=lambda part: order[part.path, part.key])
 
@@ -388,10 +397,14 @@ class _Plan:
             self.filled[name] = part
         return _Part(tensor.path, tensor.key, tensor.key, common, into, not self._weights.isdisjoint(names))
 
-    def _stacked_parts(self, name: str, blocks: Blocks, cut: Cut | None) -> list[_Part]:
-        """Plans a parameter that is stored in one tensor per expert and block."""
+    def _block_parts(self, name: str, blocks: Blocks, cut: Cut | None) -> list[_Part]:
+        """Plans a parameter that is stored in one tensor per block, or per expert and block."""
         place = self._place(name, tuple(self._empty[name].shape))
         self.filled[name] = nn.Parameter(place, requires_grad=False)
+        if len(self._stored[blocks[0][0]].shape) == place.dim():  # not stacked
+            if cut is not None:
+                raise ValueError(f"{name} is joined while loading, and cannot be split over ranks")
+            place = place.unsqueeze(0)
         parts = []
         begin = 0
         for at, keys in enumerate(blocks):

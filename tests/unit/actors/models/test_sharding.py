@@ -72,6 +72,14 @@ EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
 }
+LATENT = {
+    "num_key_value_heads": 12,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 LINEAR_AND_FULL = ["linear_attention", "full_attention"]
 EXPERT_KINDS = (
     "mixtral",
@@ -106,8 +114,7 @@ def test_ranks_hold_parts_of_every_expert(tmp_path, kind, ranks):
 
 def test_ranks_split_the_heads_of_latent_attention(tmp_path):
     """Every rank computes the whole latent, and expands it for its own heads."""
-    latent = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
-    check_split(tmp_path, with_experts("deepseek_v2", **latent, num_key_value_heads=12), 3)
+    check_split(tmp_path, with_experts("deepseek_v2", **LATENT), 3)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -124,6 +131,17 @@ def test_experts_stored_with_inputs_before_outputs_are_split(tmp_path, ranks):
 def test_recurrent_layers_beside_split_attention_are_whole(tmp_path):
     linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "layer_types": LINEAR_AND_FULL}
     check_split(tmp_path, with_experts("qwen3_next", **linear), 2)
+
+
+STORED_APART = {
+    "olmo_hybrid": {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "layer_types": LINEAR_AND_FULL},
+    "kimi_linear": LATENT | {"linear_num_heads": 4, "linear_head_dim": 8, "layer_types": LINEAR_AND_FULL},
+}
+
+
+@pytest.mark.parametrize("kind", STORED_APART)
+def test_convolutions_of_recurrent_layers_may_be_stored_apart(tmp_path, kind):
+    check_split(tmp_path, with_experts(kind, **STORED_APART[kind]), 2)
 
 
 def test_experts_may_be_stored_in_several_files(tmp_path):
