@@ -49,6 +49,17 @@ def test_ranks_that_would_share_a_gpu_are_refused() -> None:
         validated(SMALLEST | {"target": target})
 
 
+def test_a_block_that_no_step_can_hold_is_refused() -> None:
+    def config(max_step_tokens: int) -> SlipstreamConfig:
+        return validated(
+            SMALLEST | {"target": {"max_step_tokens": max_step_tokens}, "speculation": {"draft_tokens": 8}}
+        )
+
+    assert config(9).target.max_step_tokens == 9
+    with pytest.raises(ConfigError, match=r"draft_tokens is 8, expected at most 7, one less than target\.max_step"):
+        config(8)
+
+
 def test_folders_are_relative_to_the_file_and_ids_stay_ids(tmp_path):
     """A config must work from any folder, and a Hugging Face id must not become a path."""
     (tmp_path / "models" / "draft").mkdir(parents=True)
