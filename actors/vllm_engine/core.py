@@ -124,6 +124,7 @@ class VllmCore:
         for request in plan.opens:
             self._open(request)
         if not plan.rows:
+            self.memory.record_step({}, self._scheduler.held_pages, self._computed())
             return []
         self._scheduler.begin({self._names[row.session]: row for row in plan.rows})
         _, computed = self._core.step()
