@@ -256,7 +256,7 @@ def _read(
     device: torch.device,
     group: Group,
 ) -> PreTrainedModel:
-    """Reads safetensors directly; renames tensors and stacks experts. On one rank, transformers makes other
+    """Reads safetensors directly; renames, stacks and joins tensors. On one rank, transformers makes other
     conversions.
     """
     model = empty_model(folder, config, dtype)

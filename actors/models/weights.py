@@ -71,15 +71,16 @@ class Stored:
     key: str  # tensor name in the file
 
 
-Blocks = tuple[tuple[str, ...], ...]
-"""Stored keys of the tensors that form a parameter, by block.
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Stored keys of the tensors that form one parameter, by block.
 
-The tensors of a block are stacked, and blocks are joined along dimension 1. If each block is one tensor that is not
-stacked, blocks are joined along dimension 0.
-"""
-JOINED = [(Concatenate, 0)]  # conversions of parameters that `Blocks` describes
-STACKED = [(MergeModulelist, 0)]
-STACKED_AND_JOINED = [(MergeModulelist, 0), (Concatenate, 1)]
+    A stacked block has one tensor per expert, and blocks are joined along dimension 1. Any other block is a single
+    tensor, and blocks are joined along dimension 0.
+    """
+
+    keys: tuple[tuple[str, ...], ...]
+    are_stacked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Sources:
     def of(cls, model: PreTrainedModel, stored: Mapping[str, Stored]) -> "Sources":
         """Finds the sources after transformers' renaming.
 
-        Raises ValueError if the weights are quantized, or converted in another way than by stacking and joining.
+        Raises ValueError if the weights are quantized, or converted in any way other than stacking and joining.
         """
         if getattr(model.config, "quantization_config", None):
             raise ValueError("its weights are quantized")
@@ -116,12 +117,12 @@ class Sources:
 def _blocks(name: str, parts: Mapping[str, Sequence[str]], converters: Sequence[WeightConverter]) -> Blocks:
     converter = next(one for one in converters if not parts.keys().isdisjoint(one.source_patterns))
     steps = [(type(step), step.dim) for step in converter.operations if isinstance(step, MergeModulelist | Concatenate)]
-    known = (JOINED, STACKED, STACKED_AND_JOINED)
-    if steps not in known or len(steps) != len(converter.operations) or len(converter.target_patterns) > 1:
+    joined = [(Concatenate, 0)]
+    stacked = [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]
+    if steps not in (joined, *stacked) or len(steps) != len(converter.operations) or len(converter.target_patterns) > 1:
         raise ValueError(f"{name} is converted while loading")
-    if steps == JOINED and any(len(keys) > 1 for keys in parts.values()):
-        raise ValueError(f"{name} has several tensors with the same name pattern")
-    return tuple(tuple(sorted(parts[pattern], key=dot_natural_key)) for pattern in converter.source_patterns)
+    keys = tuple(tuple(sorted(parts[pattern], key=dot_natural_key)) for pattern in converter.source_patterns)
+    return Blocks(keys, are_stacked=steps != joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,18 +399,21 @@ class _Plan:
         return _Part(tensor.path, tensor.key, tensor.key, common, into, not self._weights.isdisjoint(names))
 
     def _block_parts(self, name: str, blocks: Blocks, cut: Cut | None) -> list[_Part]:
-        """Plans a parameter that is stored in one tensor per block, or per expert and block."""
+        """Plans a parameter that is stored in several tensors."""
         place = self._place(name, tuple(self._empty[name].shape))
         self.filled[name] = nn.Parameter(place, requires_grad=False)
-        if len(self._stored[blocks[0][0]].shape) == place.dim():  # not stacked
+        if not blocks.are_stacked:
             if cut is not None:
-                raise ValueError(f"{name} is joined while loading, and cannot be split over ranks")
-            place = place.unsqueeze(0)
+                raise ValueError(f"{name} is stored in parts that ranks cannot split; use target.tensor_parallel: 1")
+            place = place.unsqueeze(0)  # a stack of one
         parts = []
         begin = 0
-        for at, keys in enumerate(blocks):
+        for at, keys in enumerate(blocks.keys):
             if len(keys) != len(place):
-                raise ValueError(f"{name} is stacked from {len(keys)} tensors, but the model has {len(place)} experts")
+                raise ValueError(
+                    f"part {at + 1} of {name} is stored in {len(keys)} tensors, expected {len(place)}; fetch or convert"
+                    " the checkpoint again"
+                )
             shape = self._stored[keys[0]].shape
             part = None if cut is None else _block_cut(cut, at, shape)
             end = begin + (part.length * len(part.begins) if part is not None and part.dim == 0 else shape[0])
@@ -420,7 +424,9 @@ class _Plan:
                 )
             begin = end
         if begin != place.shape[1]:
-            raise ValueError(f"the tensors stacked into {name} have {begin} rows, not {place.shape[1]}")
+            raise ValueError(
+                f"the tensors of {name} have {begin} rows, expected {place.shape[1]}; fetch the checkpoint again"
+            )
         return parts
 
 

@@ -218,6 +218,19 @@ def test_masks_that_old_checkpoints_of_gpt2_store_are_left_out(tmp_path):
     assert same_weights(load_model(tmp_path, "float32", CPU), model)
 
 
+def test_experts_without_any_gate_are_refused(tmp_path):
+    an_moe(tmp_path)
+    changed(
+        tmp_path,
+        lambda tensors: [
+            tensors.pop(name)
+            for name in list(tensors)
+            if "experts.0.gate_proj" in name or "experts.1.gate_proj" in name
+        ],
+    )
+    refused(tmp_path, r"gate_up_proj is stored in 0 tensors, expected 2", at_files=False)
+
+
 def test_experts_stacked_while_loading_must_be_complete(tmp_path):
     """Only the weights show the number of experts in the stack."""
     check_files(an_moe(tmp_path), with_weights=True)

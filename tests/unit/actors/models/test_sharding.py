@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -142,6 +143,20 @@ STORED_APART = {
 @pytest.mark.parametrize("kind", STORED_APART)
 def test_convolutions_of_recurrent_layers_may_be_stored_apart(tmp_path, kind):
     check_split(tmp_path, with_experts(kind, **STORED_APART[kind]), 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("convolution", ["q_conv1d", "k_conv1d"])
+def test_a_missing_convolution_is_refused(tmp_path, convolution, ranks):
+    with_experts("olmo_hybrid", **STORED_APART["olmo_hybrid"]).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if convolution not in name},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(ModelError, match="is stored in 0 tensors, expected 1"):
+        load(tmp_path, "float32", CPU, Planned(0, ranks))
 
 
 def test_experts_may_be_stored_in_several_files(tmp_path):
