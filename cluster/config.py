@@ -666,7 +666,7 @@ class SlipstreamConfig(Section):
             )  # frozen for users, not for its validator
         for one in config.served:
             one.config._check_engine_support()
-            one.config._check_block_size()
+            one.config._check_draft_tokens()
         names = [name for one in config.served for name in one.config.api_names]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"several models or adapters are served as {', '.join(twice)}; rename all but one")
@@ -688,13 +688,13 @@ class SlipstreamConfig(Section):
                 what = "learning" if draft.learning is not None else f"method {draft.method}"
                 raise ValueError(f"{key} serves several models, but {what} fits only one; use a pool for each model")
 
-    def _check_block_size(self) -> None:
-        """Raises ValueError if the longest block does not fit into a step, next to the token before it."""
+    def _check_draft_tokens(self) -> None:
+        """Raises ValueError if a step is too small for the longest block and the token before it."""
         longest = self.target.max_step_tokens - 1
         if self.speculation.draft_tokens > longest:
             raise ValueError(
-                f"speculation.draft_tokens is {self.speculation.draft_tokens}, expected at most {longest}, one less"
-                " than target.max_step_tokens, or the target could not verify such a block; change one of the two"
+                f"speculation.draft_tokens is {self.speculation.draft_tokens}, expected at most {longest}: a step"
+                " verifies a block with the token before it; lower it, or raise target.max_step_tokens"
             )
 
     def _check_engine_support(self) -> None:
