@@ -413,7 +413,7 @@ class SessionTable:
         return [(session.router, refusal), *self._drop([session])]
 
     def _drop(self, sessions: list[DraftSequence]) -> list[Send]:
-        """Forgets sessions; returns a Detach for the target of each, which may still serve the session."""
+        """Forgets sessions; returns a Detach for each session's target, which may still serve it."""
         for session in sessions:
             self._forget(session.open.session)
         return [(session.target, Detach(session.open.session)) for session in sessions]

@@ -337,6 +337,13 @@ def test_sessions_of_a_lost_router_and_those_its_hello_omits_are_freed():
     """)
 
 
+def test_a_session_whose_target_decides_an_unknown_token_is_dropped_and_detached():
+    opened().run("""
+        t1: Step s 1,2 +50 -> t1 <- Detach s
+        pass -> closed s
+    """)
+
+
 def test_a_closed_session_is_detached_from_its_target():
     opened().run("""
         router#2: Close s
