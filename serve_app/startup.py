@@ -30,6 +30,7 @@ from actors.drafters.registry import (
 )
 from actors.drafters.translation.pairing import pool_pairing
 from actors.engine.executor import Engine
+from actors.engine.huge_pages import use_huge_pages
 from actors.engine.memory import step_logit_rows
 from actors.engine.process import device_of, run_on, use_cpu
 from actors.engine.tensor_parallel import RankGroup, RankReport, RankSpec
@@ -311,6 +312,8 @@ def start_drafter(models: Sequence[SlipstreamConfig]) -> StartedDrafter:
     else:
         version = _use_current(learned, method)
         number, figure = version.number, version.first_token_acceptance
+    if config.draft.resources.num_gpus == 0:
+        use_huge_pages()
     costs = profile_drafting(method, limits)
     return StartedDrafter(identities, method, limits, costs, figure, learned, number, recorder, is_translated)
 

@@ -57,7 +57,8 @@ class FlatRows:
         """
         parents = np.arange(-1, len(self.logit_at) - 1)
         ends = [*accumulate(logits, initial=0)]
-        parents[[begin for begin, end in pairwise(ends) if begin < end]] += 1
+        firsts = [begin for begin, end in pairwise(ends) if begin < end]
+        parents[firsts] = firsts
         for row, (begin, end) in zip(rows, pairwise(ends), strict=True):
             if row.parents and len(row.parents) < end - begin:
                 root = end - len(row.parents)  # the first node; its parent is the position before it
@@ -79,8 +80,10 @@ class FlatRows:
 def padded(numbers: Integers, count: int, padding: int = 0) -> Integers:
     """Returns the numbers, followed by padding to `count`."""
     assert len(numbers) <= count, f"{len(numbers)} numbers are more than {count}"
-    result = np.full(count, padding, np.int64)
+    result = np.zeros(count, np.int64)
     result[: len(numbers)] = numbers
+    if padding:
+        result[len(numbers) :] = padding
     return result
 
 

@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from actors.attention import ScoreOptions
+from actors.compute.input_row import Integers, page_numbers
 from actors.compute.kv_cache import InputRow, PagedCache
 
 SHORT_ROW = 8  # rows of up to this number of tokens (blocks, single tokens) share a group
@@ -96,7 +98,7 @@ class SdpaGatherPlan:
         self._query_multiple = QUERIES if is_padded else 1  # each head that shares a key adds its own queries
         self._total = sum(len(row.tokens) for row in rows)
         members = list(_members(rows, padding))
-        self._drafts = [_GroupDraft(part, cache.page_size, padding) for part in _groups(members, cache.device, padding)]
+        self._drafts = [_GroupDraft(part, cache, padding) for part in _groups(members, cache.device, padding)]
         self.integers = [part for draft in self._drafts for part in draft.integers]
         self.groups: list[RowGroup] = []
         self._orders: dict[tuple[int, int, int], _HeadOrder] = {}
@@ -107,7 +109,7 @@ class SdpaGatherPlan:
         begin = 0
         for draft in self._drafts:
             end = begin + len(draft.integers)
-            self.groups.append(draft.group(parts[begin:end], self._cache))
+            self.groups.append(draft.group(parts[begin:end]))
             begin = end
 
     def __call__(self, query: Tensor, pool: Tensor, options: ScoreOptions) -> Tensor:
@@ -216,10 +218,10 @@ class _HeadOrder:
 class _GroupDraft:
     """Host-side description of a group whose integers are not yet on the device.
 
-    `integers` are query_at, real, positions, seen, on_path, behind, tables, ends, path_at and path_slots.
+    `integers` are query_at, real, positions, seen, on_path, behind and key_at.
     """
 
-    def __init__(self, members: list[_Member], page_size: int, padding: Padding | None) -> None:
+    def __init__(self, members: list[_Member], cache: PagedCache, padding: Padding | None) -> None:
         self.count = len(members)
         self.queries = max(len(member.query_at) for member in members)
         end = max(member.end for member in members)
@@ -229,19 +231,14 @@ class _GroupDraft:
         offsets = [[min(i, len(member.query_at) - 1) for i in range(self.queries)] for member in members]
         query_at = [member.query_at[i] for member, at in zip(members, offsets, strict=True) for i in at]
         self.all_visible = self.queries == 1 and all(member.end == self.keys for member in members)
-        path_at, path_slots = self._path_keys(members, page_size)
-        pages = -(-self.keys // page_size)
         real = [k * self.queries + i for k, member in enumerate(members) for i in range(len(member.query_at))]
-        self.integers: list[list[int]] = [
+        self.integers: list[list[int] | Integers] = [
             query_at,
             [] if self.even else real,
             [member.positions[i] for member, at in zip(members, offsets, strict=True) for i in at],
             [member.seen[i] for member, at in zip(members, offsets, strict=True) for i in at],
             *self._paths(members),
-            [page for member in members for page in _padded(member.row.pages, pages)],
-            [member.end for member in members],
-            path_at,
-            path_slots,
+            self._slots(members, cache),
         ]
 
     def _paths(self, members: Sequence[_Member]) -> tuple[list[int], list[int]]:
@@ -259,22 +256,26 @@ class _GroupDraft:
                 behind += range(len(path) - 1, -1, -1)
         return on_path, behind
 
-    def _path_keys(self, members: Sequence[_Member], page_size: int) -> tuple[list[int], list[int]]:
-        """Returns the keys that are nodes of a path, as indices in (count, keys), and their slots in the pool."""
-        path_at: list[int] = []
-        slots: list[int] = []
-        for index, member in enumerate(members):
-            for depth, node in enumerate(member.path or ()):
-                first = member.row.tree_start
-                if depth != node:
-                    path_at.append(index * self.keys + first + depth)
-                    slots.append(member.row.pages[(first + node) // page_size] * page_size + (first + node) % page_size)
-        return path_at, slots
+    def _slots(self, members: Sequence[_Member], cache: PagedCache) -> Integers:
+        """Returns the pool slots of each member's keys, (count x keys,).
 
-    def group(self, parts: Sequence[Tensor], cache: PagedCache) -> RowGroup:
-        query_at, real, positions, seen, on_path, behind, tables, ends, path_at, path_slots = parts
-        key_at = _slots(tables.view(self.count, -1), ends, self.keys, cache)
-        key_at.index_copy_(0, path_at, path_slots)
+        Keys beyond a member's end read the padding page, because a mask does not hide NaN in another row's memory.
+        """
+        size = cache.page_size
+        in_page = np.arange(size)
+        slots = np.full((self.count, self.keys), cache.padding_slot, np.int64)
+        for own, member in zip(slots, members, strict=True):
+            pages = page_numbers(member.row.pages)[: -(-member.end // size)]
+            cached = (pages[:, np.newaxis] * size + in_page).ravel()
+            own[: member.end] = cached[: member.end]
+            if member.path:
+                first = member.row.tree_start
+                nodes = np.array(member.path, np.int64) + first
+                own[first : member.end] = page_numbers(member.row.pages)[nodes // size] * size + nodes % size
+        return slots.ravel()
+
+    def group(self, parts: Sequence[Tensor]) -> RowGroup:
+        query_at, real, positions, seen, on_path, behind, key_at = parts
         return RowGroup(
             count=self.count,
             queries=self.queries,
@@ -387,18 +388,3 @@ def _groups(members: Sequence[_Member], device: torch.device, padding: Padding |
         count = max(1, CPU_POSITIONS // max(member.end for member in group))
         groups += [group[first : first + count] for first in range(0, len(group), count)]
     return groups
-
-
-def _padded(pages: tuple[int, ...], count: int) -> list[int]:
-    return [*pages[:count], *[0] * (count - len(pages))]
-
-
-def _slots(tables: Tensor, ends: Tensor, keys: int, cache: PagedCache) -> Tensor:
-    """Returns the pool slots of each row's first `keys` positions, (rows x keys,).
-
-    Positions beyond a row's end read the padding page, because a mask does not hide NaN in another row's memory.
-    """
-    size = cache.page_size
-    slots = tables.unsqueeze(2) * size + torch.arange(size, device=tables.device)
-    beyond = torch.arange(keys, device=tables.device) >= ends.unsqueeze(1)
-    return slots.view(len(tables), -1)[:, :keys].masked_fill(beyond, cache.padding_slot).reshape(-1)

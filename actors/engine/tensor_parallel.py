@@ -41,6 +41,7 @@ from actors.compute.kv_cache import InputRow
 from actors.compute.linear import GPU_TILE, InvariantProducts, processor_multiplies, projection
 from actors.engine.executor import StepExecutor, within
 from actors.engine.forward_codec import decode_forward, encode_forward
+from actors.engine.huge_pages import use_huge_pages
 from actors.engine.invariance import InvarianceCheck
 from actors.engine.memory import Reserve, page_count, page_size_warning, state_bytes
 from actors.engine.process import device_of, freeze_heap, use_cpu
@@ -318,6 +319,8 @@ class Rank:
         grammars = grammars_of(lambda: load_grammar_vocabulary(Path(spec.folder))) if self._index == 0 else None
         self._executor = StepExecutor(self._leading, spec.vocabulary, grammars=grammars)
         self._pages = pages
+        if self._device.type == "cpu":
+            use_huge_pages()
 
     def _capture(self, pages: int) -> StateCapture | None:
         if self._captured is None:

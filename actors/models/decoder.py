@@ -198,11 +198,12 @@ class MirroredNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
         self.eps = eps
+        self._size = len(weight)
         self._weights = torch.cat([weight, weight])
 
     def __call__(self, x: Tensor) -> Tensor:
         mirrored = torch.cat((x, x.neg()), -1)
-        return F.layer_norm(mirrored, self._weights.shape, self._weights, None, self.eps)[..., : len(self.weight)]
+        return F.layer_norm(mirrored, (2 * self._size,), self._weights, None, self.eps).narrow(-1, 0, self._size)
 
 
 @dataclass(frozen=True, slots=True)
