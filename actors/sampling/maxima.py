@@ -11,7 +11,7 @@ def row_maxima(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each row's largest value and its first column: (rows, columns) -> twice (rows,). NaN is the largest.
 
     On a CPU, torch searches one element at a time for the column of a maximum, but compares whole vectors in float32
-    for the maximum alone. There, this function finds the segment of the maximum first, which is up to nine times
+    for the maximum alone. There, this function finds the segment of the maximum first, which is up to eight times
     faster. The result has the type of `values`, or float32 for a type of fewer bits.
     """
     rows, columns = values.shape
