@@ -265,13 +265,13 @@ class _GroupDraft:
         in_page = np.arange(size)
         slots = np.full((self.count, self.keys), cache.padding_slot, np.int64)
         for own, member in zip(slots, members, strict=True):
-            pages = page_numbers(member.row.pages)[: -(-member.end // size)]
-            cached = (pages[:, np.newaxis] * size + in_page).ravel()
-            own[: member.end] = cached[: member.end]
+            pages = page_numbers(member.row.pages)
+            in_order = pages[: -(-member.end // size), np.newaxis] * size + in_page
+            own[: member.end] = in_order.ravel()[: member.end]
             if member.path:
                 first = member.row.tree_start
                 nodes = np.array(member.path, np.int64) + first
-                own[first : member.end] = page_numbers(member.row.pages)[nodes // size] * size + nodes % size
+                own[first : member.end] = pages[nodes // size] * size + nodes % size
         return slots.ravel()
 
     def group(self, parts: Sequence[Tensor]) -> RowGroup:

@@ -1,7 +1,6 @@
-"""Moves a process's memory to huge pages of the Linux kernel.
+"""Backs a process's memory with transparent huge pages of the Linux kernel.
 
-A forward on a CPU reads all weights. With pages of 4 KiB, it also waits while the processor translates their addresses,
-which takes longest in a virtual machine.
+A forward on a CPU reads all weights, and with 4 KiB pages it spends part of that time on address translation.
 """
 
 import ctypes
@@ -18,14 +17,14 @@ log = logging.getLogger(__name__)
 MAPS = Path("/proc/self/maps")
 HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")  # absent without kernel support
 COLLAPSE = 25  # MADV_COLLAPSE of madvise(2), since Linux 6.1
-MIN_USED = 7 / 8  # share of a huge page that must be in use; the rest is then allocated, too
-OWN_MEMORY = ("", "[heap]")  # names of mappings that hold no file
+MIN_USED = 7 / 8  # minimum share of a huge page in use; collapsing it allocates the rest
+ANONYMOUS = ("", "[heap]")  # names of anonymous mappings
 
 
 def use_huge_pages(huge_page_size: Path = HUGE_PAGE_SIZE) -> None:
-    """Moves all memory that nearly fills huge pages, such as loaded weights; takes about 2 s per GB.
+    """Backs densely used memory, such as loaded weights, with huge pages. Takes 1 to 3 s per GB.
 
-    Memory that is not in use yet, as in an empty cache, stays unused. No effect before Linux 6.1 or on other systems.
+    Does not allocate unused memory, such as an empty cache. No effect before Linux 6.1 or on other systems.
     """
     if not huge_page_size.is_file():
         return
@@ -34,20 +33,20 @@ def use_huge_pages(huge_page_size: Path = HUGE_PAGE_SIZE) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     moved = 0
     fault = ""
-    for begin, end in _own_mappings(size):
-        for first, last in _filled(libc, begin, end, size):
+    for begin, end in _anonymous_ranges(size):
+        for first, last in _dense_ranges(libc, begin, end, size):
             if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), COLLAPSE) == 0:
                 moved += last - first
             else:
-                fault = f", but not all memory: {os.strerror(ctypes.get_errno())}"
+                fault = f"; the rest stays in small pages: {os.strerror(ctypes.get_errno())}"
     log.info("moved %d MiB to huge pages in %.1f s%s", moved >> 20, time.monotonic() - began, fault)
 
 
-def _own_mappings(size: int) -> Iterator[tuple[int, int]]:
-    """Yields the addresses of private memory, from begin to end, both multiples of `size`."""
+def _anonymous_ranges(size: int) -> Iterator[tuple[int, int]]:
+    """Yields address ranges of private anonymous memory, aligned to `size`."""
     for line in MAPS.read_text().splitlines():
         addresses, permissions, _, _, _, *name = line.split(maxsplit=5)
-        if permissions != "rw-p" or "".join(name) not in OWN_MEMORY:
+        if permissions != "rw-p" or "".join(name) not in ANONYMOUS:
             continue
         begin, end = (int(address, 16) for address in addresses.split("-"))
         begin, end = -(-begin // size) * size, end // size * size
@@ -55,8 +54,8 @@ def _own_mappings(size: int) -> Iterator[tuple[int, int]]:
             yield begin, end
 
 
-def _filled(libc: ctypes.CDLL, begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yields the longest parts of a mapping in which most pages are in use, in multiples of `size`."""
+def _dense_ranges(libc: ctypes.CDLL, begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yields maximal ranges, aligned to `size`, whose huge pages are each used to at least MIN_USED."""
     pages = size // mmap.PAGESIZE
     in_use = ctypes.create_string_buffer((end - begin) // mmap.PAGESIZE)
     if libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), in_use) != 0:

@@ -94,7 +94,7 @@ class Sources:
     def of(cls, model: PreTrainedModel, stored: Mapping[str, Stored]) -> "Sources":
         """Finds the sources after transformers' renaming.
 
-        Raises ValueError if the weights are quantized, or converted in any way other than stacking and joining.
+        Raises ValueError if the weights are quantized or need any conversion other than stacking and joining.
         """
         if getattr(model.config, "quantization_config", None):
             raise ValueError("its weights are quantized")
@@ -399,12 +399,12 @@ class _Plan:
         return _Part(tensor.path, tensor.key, tensor.key, common, into, not self._weights.isdisjoint(names))
 
     def _block_parts(self, name: str, blocks: Blocks, cut: Cut | None) -> list[_Part]:
-        """Plans a parameter that is stored in several tensors."""
+        """Plans how to read a parameter stored in several tensors."""
         place = self._place(name, tuple(self._empty[name].shape))
         self.filled[name] = nn.Parameter(place, requires_grad=False)
         if not blocks.are_stacked:
             if cut is not None:
-                raise ValueError(f"{name} is stored in parts that ranks cannot split; use target.tensor_parallel: 1")
+                raise ValueError(f"ranks cannot split {name}, stored in parts; set target.tensor_parallel to 1")
             place = place.unsqueeze(0)  # a stack of one
         parts = []
         begin = 0

@@ -13,20 +13,20 @@ MIB = 1 << 20
 
 
 def has_collapse() -> bool:
-    """Returns whether the kernel moves memory to huge pages on request, as from Linux 6.1 on."""
+    """Returns whether the kernel supports MADV_COLLAPSE (Linux 6.1)."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())
     return HUGE_PAGE_SIZE.is_file() and version is not None and tuple(map(int, version.groups())) >= (6, 1)
 
 
 def mappings() -> Iterator[tuple[range, dict[str, int]]]:
-    """Yields the addresses of this process's mappings, with the kernel's figures in bytes."""
+    """Yields the address range of each mapping in this process, with its memory statistics in bytes."""
     for block in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())[1:]:
         begin, end = (int(part, 16) for part in block.split(maxsplit=1)[0].split("-"))
         yield range(begin, end), {name: 1024 * int(kib) for name, kib in re.findall(r"(?m)^(\w+): +(\d+) kB", block)}
 
 
 def figures_of(tensor: Tensor) -> dict[str, int]:
-    """Returns the figures of the mapping that holds a tensor."""
+    """Returns the memory statistics of the mapping that contains a tensor."""
     return next(figures for addresses, figures in mappings() if tensor.data_ptr() in addresses)
 
 
@@ -34,7 +34,7 @@ def resident() -> int:
     return sum(figures["Rss"] for _, figures in mappings())
 
 
-@pytest.mark.skipif(not has_collapse(), reason="the kernel cannot move memory to huge pages")
+@pytest.mark.skipif(not has_collapse(), reason="the kernel lacks MADV_COLLAPSE")
 def test_used_memory_moves_unchanged_and_unused_memory_stays_unused():
     weights = torch.arange(8 * MIB)  # 64 MiB
     cache = torch.empty(512 * MIB, dtype=torch.uint8)

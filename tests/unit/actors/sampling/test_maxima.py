@@ -10,7 +10,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def few_values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Returns numbers of which every row holds its maximum several times."""
+    """Returns rows of few distinct values, so that maxima repeat."""
     generator = torch.Generator().manual_seed(rows + columns)
     return torch.randint(-20, 20, (rows, columns), generator=generator).to(dtype)
 
