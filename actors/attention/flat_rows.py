@@ -82,7 +82,7 @@ def padded(numbers: Integers, count: int, padding: int = 0) -> Integers:
     assert len(numbers) <= count, f"{len(numbers)} numbers are more than {count}"
     result = np.zeros(count, np.int64)
     result[: len(numbers)] = numbers
-    if padding:  # zeros, the usual padding, are free
+    if padding:  # zeros are already there
         result[len(numbers) :] = padding
     return result
 

@@ -1,6 +1,6 @@
 """Backs a process's memory with transparent huge pages of the Linux kernel.
 
-A forward on a CPU reads all weights, and with 4 KiB pages it spends part of that time on address translation.
+A forward pass on a CPU reads all weights. With 4 KiB pages, part of its time goes to address translation.
 """
 
 import ctypes
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 MAPS = Path("/proc/self/maps")
 HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")  # absent without kernel support
 COLLAPSE = 25  # MADV_COLLAPSE of madvise(2), since Linux 6.1
-MIN_USED = 7 / 8  # minimum share of a huge page in use; collapsing it allocates the rest
+MIN_USED = 7 / 8  # minimum share of a huge page in use; its unused rest is allocated, too
 ANONYMOUS = ("", "[heap]")  # names of anonymous mappings
 
 
 def use_huge_pages(huge_page_size: Path = HUGE_PAGE_SIZE) -> None:
     """Backs densely used memory, such as loaded weights, with huge pages. Takes 1 to 3 s per GB.
 
-    Does not allocate unused memory, such as an empty cache. No effect before Linux 6.1 or on other systems.
+    Leaves unused memory, such as an empty cache, unallocated. No effect before Linux 6.1 or on other systems.
     """
     if not huge_page_size.is_file():
         return
@@ -55,7 +55,7 @@ def _anonymous_ranges(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _dense_ranges(libc: ctypes.CDLL, begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yields maximal ranges, aligned to `size`, whose huge pages are each used to at least MIN_USED."""
+    """Yields the longest ranges of huge pages that are each at least MIN_USED in use."""
     pages = size // mmap.PAGESIZE
     in_use = ctypes.create_string_buffer((end - begin) // mmap.PAGESIZE)
     if libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), in_use) != 0:

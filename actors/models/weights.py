@@ -404,7 +404,7 @@ class _Plan:
         self.filled[name] = nn.Parameter(place, requires_grad=False)
         if not blocks.are_stacked:
             if cut is not None:
-                raise ValueError(f"ranks cannot split {name}, stored in parts; set target.tensor_parallel to 1")
+                raise ValueError(f"{name} is stored in parts that ranks cannot split; set target.tensor_parallel to 1")
             place = place.unsqueeze(0)  # a stack of one
         parts = []
         begin = 0

@@ -10,8 +10,9 @@ FEW_ROWS = 8  # fewer rows take as long either way
 def row_maxima(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each row's largest value and its first column: (rows, columns) -> twice (rows,). NaN is the largest.
 
-    On a CPU, torch vectorizes a maximum without its column, but not one with it. For many rows, this function therefore
-    locates the maximum's segment first, and is up to eight times faster. Values of 16 bits may be returned as float32.
+    On a CPU, torch vectorizes a search for the maximum alone, but not one for its column. With many rows, this function
+    finds the maximum first and searches only its segment for the column, which is up to eight times faster. The maxima
+    of a 16-bit type may be returned as float32.
     """
     rows, columns = values.shape
     if values.device.type != "cpu" or rows < FEW_ROWS or columns % SEGMENT:
@@ -19,5 +20,5 @@ def row_maxima(values: Tensor) -> tuple[Tensor, Tensor]:
     wide = values.float() if values.dtype.itemsize < torch.float32.itemsize else values
     segments = wide.view(rows, columns // SEGMENT, SEGMENT)
     largest, segment = segments.amax(dim=-1).max(dim=-1)
-    found = segments[torch.arange(rows), segment]
-    return largest, segment * SEGMENT + found.max(dim=-1).indices
+    candidates = segments[torch.arange(rows), segment]
+    return largest, segment * SEGMENT + candidates.max(dim=-1).indices

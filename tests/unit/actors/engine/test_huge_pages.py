@@ -19,7 +19,7 @@ def has_collapse() -> bool:
 
 
 def mappings() -> Iterator[tuple[range, dict[str, int]]]:
-    """Yields the address range of each mapping in this process, with its memory statistics in bytes."""
+    """Yields the address range and the memory statistics, in bytes, of each mapping of this process."""
     for block in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())[1:]:
         begin, end = (int(part, 16) for part in block.split(maxsplit=1)[0].split("-"))
         yield range(begin, end), {name: 1024 * int(kib) for name, kib in re.findall(r"(?m)^(\w+): +(\d+) kB", block)}

@@ -24,7 +24,7 @@ TOKENS = 12
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a target with a tokenizer. Its weights are seeded, so that no answer draws the end-of-text token."""
+    """Returns a target with a tokenizer. With this seed, no answer contains the end-of-text token."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("target")
     config = LlamaConfig(**SIZES | {"vocab_size": ROWS}, eos_token_id=None)
