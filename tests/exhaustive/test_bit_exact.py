@@ -41,7 +41,6 @@ PRESSED = ("model.max_context=1024", "target.cache_per_rank.gib=0.025", "target.
 
 
 async def answers(served: Served, prompts: list[str], at_once: int, tokens: int, **options: object) -> list[str]:
-    client = served.async_client
     places = asyncio.Semaphore(at_once)
 
     async def one(prompt: str) -> str:
@@ -54,7 +53,8 @@ async def answers(served: Served, prompts: list[str], at_once: int, tokens: int,
             )
         return str(answer.choices[0].text)
 
-    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+    async with served.async_client as client:
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
 def with_blocks(shape: str) -> dict[str, object]:

@@ -71,7 +71,6 @@ def response_template(folder: Path) -> dict[str, Any]:
 @pytest.mark.timeout(7200)
 async def test_every_answer_validates_against_its_schema(served: Served, capsys: Any) -> None:
     places = asyncio.Semaphore(AT_ONCE)
-    client = served.async_client
 
     async def one(index: int) -> ChatCompletion:
         asked = SCHEMA_PROMPTS[index % len(SCHEMA_PROMPTS)]
@@ -86,7 +85,8 @@ async def test_every_answer_validates_against_its_schema(served: Served, capsys:
                 seed=index,
             )
 
-    answers = await asyncio.gather(*(one(index) for index in range(ANSWERS)))
+    async with served.async_client as client:
+        answers = await asyncio.gather(*(one(index) for index in range(ANSWERS)))
     faults = {index: fault for index, answer in enumerate(answers) if (fault := fault_of(index, answer))}
     drafted = sum((drafts(answer) for answer in answers), Counter[str]())
     with capsys.disabled():

@@ -137,7 +137,6 @@ def served(server: tuple[str, int], heads: MemorizedHeads) -> Iterator[Served]:
 async def asked(
     served: Served, prompts: list[str], at_once: int, nodes: int, acceptance: str = "coupled", **options: object
 ) -> Answers:
-    client = served.async_client
     places = asyncio.Semaphore(at_once)
     speculation = {"draft_tokens": nodes, "acceptance": acceptance}
 
@@ -153,7 +152,8 @@ async def asked(
         accepted = details.accepted_prediction_tokens or 0
         return str(answer.choices[0].message.content), accepted + (details.rejected_prediction_tokens or 0), accepted
 
-    found = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    async with served.async_client as client:
+        found = await asyncio.gather(*(one(prompt) for prompt in prompts))
     return Answers([text for text, _, _ in found], sum(each[1] for each in found), sum(each[2] for each in found))
 
 

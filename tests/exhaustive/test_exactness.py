@@ -35,7 +35,6 @@ def reference(served: Served) -> Reference:
 
 
 async def answers(served: Served, prompts: list[str], concurrency: int, **options: object) -> list[str]:
-    client = served.async_client
     places = asyncio.Semaphore(concurrency)
     options = {"temperature": 0.0, "max_tokens": MAX_TOKENS, **options}
 
@@ -48,7 +47,8 @@ async def answers(served: Served, prompts: list[str], concurrency: int, **option
             )
         return str(answer.choices[0].message.content)
 
-    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+    async with served.async_client as client:
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
 @pytest.mark.parametrize("concurrency", CONCURRENCIES)

@@ -85,7 +85,6 @@ async def stream_all(
     served: Served, disturb: Callable[[], None] | None = None, speculation: dict[str, object] | None = None
 ) -> Streamed:
     """Runs all streams concurrently; calls `disturb` in a thread once all have begun to answer."""
-    client = served.async_client
     begun = 0
     everybody = asyncio.Event()
     arrivals: list[list[float]] = []
@@ -118,7 +117,8 @@ async def stream_all(
         if disturb is not None:
             await asyncio.to_thread(disturb)
 
-    *texts, _ = await asyncio.gather(*(one(*stream) for stream in STREAMS), disturbance())
+    async with served.async_client as client:
+        *texts, _ = await asyncio.gather(*(one(*stream) for stream in STREAMS), disturbance())
     gaps = [(before, after) for times in arrivals for before, after in itertools.pairwise(times)]
     worst = max(after - before for before, after in gaps if after > all_begun_at)
     return Streamed([str(text) for text in texts], worst, median(after - before for before, after in gaps))

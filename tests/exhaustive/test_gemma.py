@@ -304,7 +304,6 @@ def metrics(served: Served) -> Counter[str]:
 
 
 async def answers(served: Served, draft_tokens: int) -> list[Completion]:
-    client = served.async_client.with_options(timeout=1800)
     places = asyncio.Semaphore(AT_ONCE)
 
     async def one(prompt: Prompt) -> Completion:
@@ -318,7 +317,8 @@ async def answers(served: Served, draft_tokens: int) -> list[Completion]:
                 extra_body={"speculation": {"draft_tokens": draft_tokens}, "skip_special_tokens": False},
             )
 
-    return list(await asyncio.gather(*(one(prompt) for prompt in PROMPTS)))
+    async with served.async_client.with_options(timeout=1800) as client:
+        return list(await asyncio.gather(*(one(prompt) for prompt in PROMPTS)))
 
 
 def test_the_checkpoint_has_the_published_configuration(folder: Path) -> None:

@@ -150,7 +150,6 @@ async def under_load(
     served: Served, load: Load, disturb: Callable[[], None], requests: Sequence[Request] = REQUESTS
 ) -> None:
     """Repeats every request, at least once, until `disturb` has returned."""
-    client = served.async_client
     disturbing = asyncio.create_task(asyncio.to_thread(disturb))
 
     async def one(index: int) -> None:
@@ -177,7 +176,8 @@ async def under_load(
                 return
             load.texts.setdefault(index, Counter())[text] += 1
 
-    await asyncio.gather(*(one(index) for index in range(len(requests))), disturbing)
+    async with served.async_client as client:
+        await asyncio.gather(*(one(index) for index in range(len(requests))), disturbing)
 
 
 def are_settled(targets: int) -> bool:

@@ -77,7 +77,6 @@ def served() -> Iterator[Served]:
 
 async def answered(served: Served, fields: list[dict[str, Any]], nodes: int) -> list[Completion]:
     """Sends all requests concurrently, up to the session limit."""
-    client = served.async_client
     places = asyncio.Semaphore(AT_ONCE)
 
     async def one(asked: dict[str, Any]) -> Completion:
@@ -85,7 +84,8 @@ async def answered(served: Served, fields: list[dict[str, Any]], nodes: int) -> 
         async with places:
             return await client.completions.create(model=MODEL, prompt=asked["prompt"], extra_body=extra)
 
-    return list(await asyncio.gather(*(one(asked) for asked in fields)))
+    async with served.async_client as client:
+        return list(await asyncio.gather(*(one(asked) for asked in fields)))
 
 
 @dataclass(frozen=True)

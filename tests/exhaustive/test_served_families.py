@@ -83,7 +83,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 async def stream_all(served: Served, kill: int | None = None) -> list[str]:
     """Streams all answers concurrently; kills a process once all have begun."""
-    client = served.async_client
     begun = asyncio.Semaphore(0)
 
     async def one(prompt: str) -> str:
@@ -108,7 +107,8 @@ async def stream_all(served: Served, kill: int | None = None) -> list[str]:
         if kill is not None:
             os.kill(kill, signal.SIGKILL)
 
-    *texts, _ = await asyncio.gather(*(one(prompt) for prompt in PROMPTS), disturb())
+    async with served.async_client as client:
+        *texts, _ = await asyncio.gather(*(one(prompt) for prompt in PROMPTS), disturb())
     return [str(text) for text in texts]
 
 

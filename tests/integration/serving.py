@@ -41,7 +41,10 @@ class Served:
 
     @property
     def async_client(self) -> AsyncOpenAI:
-        """Returns a new client, because connections belong to a test's event loop."""
+        """Returns a new client, because connections belong to a test's event loop.
+
+        Close it in that loop: when the garbage collector closes a client, the loop may stop reading from another one.
+        """
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
 
     def inspect(self, deployment: str) -> list[dict[str, Any]]:

@@ -92,7 +92,7 @@ def predictions(answer: ChatCompletion) -> tuple[int, int]:
 
 async def ask_all(served: Served, prompts: tuple[str, ...], max_tokens: int) -> list[str]:
     async def one(prompt: str) -> str:
-        answer = await served.async_client.chat.completions.create(
+        answer = await client.chat.completions.create(
             model="SmolLM2-135M-Instruct",
             messages=[{"role": "user", "content": prompt}],
             max_tokens=max_tokens,
@@ -100,7 +100,8 @@ async def ask_all(served: Served, prompts: tuple[str, ...], max_tokens: int) -> 
         )
         return str(answer.choices[0].message.content)
 
-    return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+    async with served.async_client as client:
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
 async def test_greedy_text_equals_generate(served: Served, reference: Reference) -> None:
@@ -166,15 +167,16 @@ def test_ranks_drafter_target_and_router_are_separate_processes(served: Served) 
 
 async def test_fifty_cancelled_requests_leave_nothing_behind(served: Served) -> None:
     async def begin_and_cancel(index: int) -> None:
-        stream = await served.async_client.completions.create(
+        stream = await client.completions.create(
             model="SmolLM2-135M-Instruct", prompt=f"Chapter {index}.", max_tokens=400, stream=True, temperature=0
         )
         async for _ in stream:
             break
         await stream.close()
 
-    for _ in range(5):
-        await asyncio.gather(*(begin_and_cancel(i) for i in range(10)))
+    async with served.async_client as client:
+        for _ in range(5):
+            await asyncio.gather(*(begin_and_cancel(i) for i in range(10)))
     await asyncio.to_thread(assert_nothing_left, served)
 
 
