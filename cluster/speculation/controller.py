@@ -34,6 +34,12 @@ from protos.frozen import value
 
 FIRST_PAUSE_S = 0.25  # pause after a failed test; doubles after each further one
 MAX_PAUSE_S = 4.0  # upper bound of the pause
+CHANGED_PACE = 1.2  # ratio between paces of non-speculative steps that shows that the machine's other work has changed
+
+
+def is_changed(pace: float, earlier: float) -> bool:
+    """Returns whether a pace of non-speculative steps differs so much that failed tests no longer count."""
+    return not earlier / CHANGED_PACE < pace < CHANGED_PACE * earlier
 
 
 @dataclass(slots=True)
@@ -103,6 +109,7 @@ class Adaptive:
         self._load = Load()
         self._decisions: dict[tuple[int, int], DraftingDecision] = {}  # by (level, limit)
         self._probes = Backoff()
+        self._failed_at_pace = 0.0  # pace of non-speculative steps at the latest failed probe
 
     def decide(self, drafts: DraftValue, limit: int, load: Load, now: float) -> DraftingDecision:
         """Returns the best request for the session's level. If steps would not wait for it, a probe may replace it.
@@ -148,9 +155,11 @@ class Adaptive:
         """Returns `decision`, or a request for a few tokens if a probe is due.
 
         A probe is awaited for a small share of the pause before it. Until the drafter's first answer, which may include
-        prefill, the request is not awaited.
+        prefill, the request is not awaited. The backoff starts anew when the pace of non-speculative steps changes, as
+        it does when the machine's other work ends.
         """
         load = self._load
+        pace = load.step.non_speculative_pace
         least_s = MIN_PROBE_STEPS * load.step.non_speculative_s(load.sessions)
         if drafts.probe_tokens:
             verified_s = sum(load.token_s[: drafts.probe_tokens])
@@ -160,6 +169,9 @@ class Adaptive:
                 self._probes.reset()
             else:
                 self._probes.failed(now, least_s)
+                self._failed_at_pace = pace
+        elif self._probes.pause_s and is_changed(pace, self._failed_at_pace):
+            self._probes.reset()
         tokens = decision.tokens or min(PROBE_TOKENS, limit)
         if drafts.awaits_first_answer:
             if not drafts.has_drafted:
@@ -264,7 +276,6 @@ MIN_LOSS_STEPS = 12  # minimum decayed steps before a loss counts; a short bench
 LOOK_STEPS = 8  # non-speculative steps per look, which measures their current cost
 MIN_LOOKS = 2  # minimum looks before a loss counts: eight lucky steps once turned speculation off for half a run
 MAX_PAUSE_STEPS = 8192  # a few minutes; drafters or load may change in that time
-CHANGED_PACE = 1.2  # ratio between paces of non-speculative steps that shows that the machine's other work has changed
 
 
 def octave(count: int) -> int:
@@ -346,7 +357,7 @@ class KillSwitch:
         """
         at = self._at(sessions)
         at.pause_left = max(0, at.pause_left - 1)
-        if at.pause and not 1 / CHANGED_PACE < pace / at.pace < CHANGED_PACE:
+        if at.pause and is_changed(pace, at.pace):
             at.pause = at.pause_left = 0
 
     def step(self, sessions: int, non_speculative_s: float, seconds: float, pace: float) -> None:

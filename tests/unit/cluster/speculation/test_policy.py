@@ -126,14 +126,15 @@ def test_nothing_is_requested_where_speculation_loses():
 # ---------------------------------------------------------------- probes
 
 
-def probes(policy: Adaptive, drafts: list[DraftValue], load: Load, seconds: float) -> list[float]:
+def probes(policy: Adaptive, drafts: list[DraftValue], load: Load, seconds: float, begin: float = 0.0) -> list[float]:
     """Returns the times of probes of sessions that decide every 10 ms, without acceptance."""
     found = []
     for index in range(int(100 * seconds)):
+        now = begin + index / 100
         for one in drafts:
-            decision = policy.decide(one, 4, load, index / 100)
+            decision = policy.decide(one, 4, load, now)
             if decision.hold_step:
-                found.append(index / 100)
+                found.append(now)
             one.round_ended(0, is_missed=False, has_hit=False)
     return found
 
@@ -147,6 +148,26 @@ def test_drafts_that_do_not_pay_are_probed_at_doubling_intervals_of_at_most_seco
         assert gaps[0] < gaps[-1]
         assert 2 < gaps[-1] < 6
     assert len(many) < 2 * len(one)
+
+
+@pytest.mark.parametrize("slowed", [2.0, 1.0])
+def test_probes_are_frequent_again_when_the_machine_becomes_quiet(slowed):
+    """Probes fail while other work takes the processor; when it ends, speculation must return within seconds."""
+    step = StepCost(ForwardCost.linear(0.099, per_token_s=0.001))
+
+    def run_steps(seconds: float) -> None:
+        for _ in range(40):
+            step.non_speculative(1, seconds)
+
+    policy = Adaptive()
+    drafts = drafting()
+    load = replace(USELESS, step=step)
+    run_steps(0.1 * slowed)
+    before = probes(policy, [drafts], load, 60.0)
+    run_steps(0.1)
+    after = probes(policy, [drafts], load, 4.0, begin=60.0)
+    assert (len(after) > 2) == (slowed > 1), "the pause goes on only at an unchanged pace"
+    assert before[-1] - before[-2] > 3
 
 
 def test_a_probe_requests_few_tokens():
