@@ -34,11 +34,14 @@ from protos.frozen import value
 
 FIRST_PAUSE_S = 0.25  # pause after a failed test; doubles after each further one
 MAX_PAUSE_S = 4.0  # upper bound of the pause
-CHANGED_PACE = 1.2  # ratio between paces of non-speculative steps that shows that the machine's other work has changed
+CHANGED_PACE = 1.2  # minimum ratio between paces of non-speculative steps that indicates a change of other load
 
 
-def is_changed(pace: float, earlier: float) -> bool:
-    """Returns whether a pace of non-speculative steps differs so much that failed tests no longer count."""
+def has_pace_changed(pace: float, earlier: float) -> bool:
+    """Returns True if other load on the machine has probably changed since non-speculative steps had the earlier pace.
+
+    A failure at the earlier pace then says little about speculation now.
+    """
     return not earlier / CHANGED_PACE < pace < CHANGED_PACE * earlier
 
 
@@ -155,8 +158,8 @@ class Adaptive:
         """Returns `decision`, or a request for a few tokens if a probe is due.
 
         A probe is awaited for a small share of the pause before it. Until the drafter's first answer, which may include
-        prefill, the request is not awaited. The backoff starts anew when the pace of non-speculative steps changes, as
-        it does when the machine's other work ends.
+        prefill, the request is not awaited. The backoff restarts when the pace of non-speculative steps changes, for
+        example when other load on the machine ends.
         """
         load = self._load
         pace = load.step.non_speculative_pace
@@ -170,7 +173,7 @@ class Adaptive:
             else:
                 self._probes.failed(now, least_s)
                 self._failed_at_pace = pace
-        elif self._probes.pause_s and is_changed(pace, self._failed_at_pace):
+        elif self._probes.pause_s and has_pace_changed(pace, self._failed_at_pace):
             self._probes.reset()
         tokens = decision.tokens or min(PROBE_TOKENS, limit)
         if drafts.awaits_first_answer:
@@ -357,7 +360,7 @@ class KillSwitch:
         """
         at = self._at(sessions)
         at.pause_left = max(0, at.pause_left - 1)
-        if at.pause and is_changed(pace, at.pace):
+        if at.pause and has_pace_changed(pace, at.pace):
             at.pause = at.pause_left = 0
 
     def step(self, sessions: int, non_speculative_s: float, seconds: float, pace: float) -> None:

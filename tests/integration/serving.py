@@ -41,9 +41,10 @@ class Served:
 
     @property
     def async_client(self) -> AsyncOpenAI:
-        """Returns a new client, because connections belong to a test's event loop.
+        """Returns a new client, because a connection belongs to one event loop.
 
-        Close it in that loop: when the garbage collector closes a client, the loop may stop reading from another one.
+        Use it in `async with`. The garbage collector closes a client after its sockets, and the event loop may then
+        stop reading from a newer connection with the same file descriptor.
         """
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
 

@@ -151,8 +151,8 @@ def test_drafts_that_do_not_pay_are_probed_at_doubling_intervals_of_at_most_seco
 
 
 @pytest.mark.parametrize("slowed", [2.0, 1.0])
-def test_probes_are_frequent_again_when_the_machine_becomes_quiet(slowed):
-    """Probes fail while other work takes the processor; when it ends, speculation must return within seconds."""
+def test_the_backoff_of_probes_restarts_when_the_pace_of_steps_changes(slowed):
+    """Probes fail under other load on the machine; speculation must return within seconds after that load ends."""
     step = StepCost(ForwardCost.linear(0.099, per_token_s=0.001))
 
     def run_steps(seconds: float) -> None:
@@ -166,7 +166,7 @@ def test_probes_are_frequent_again_when_the_machine_becomes_quiet(slowed):
     before = probes(policy, [drafts], load, 60.0)
     run_steps(0.1)
     after = probes(policy, [drafts], load, 4.0, begin=60.0)
-    assert (len(after) > 2) == (slowed > 1), "the pause goes on only at an unchanged pace"
+    assert (len(after) > 2) == (slowed > 1), "only a changed pace restarts the backoff"
     assert before[-1] - before[-2] > 3
 
 
